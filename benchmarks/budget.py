@@ -3,7 +3,7 @@
     python examples/llama/train.py FOLDER && python benchmarks/budget.py --language-model FOLDER
 
 Models: all-MiniLM-L6-v2 (see `examples/minilm.py`), the language model of `examples/llama`, and two small vision models
-that it trains on scikit-learn's digits. The measure is the mean cosine between the outputs and those of the float
+that it trains on scikit-learn's digits. The measure is the mean cosine between the outputs and the outputs of the float
 model, on examples that no plan has seen: embeddings of sentences, logits of tokens and of images. `--smoke` takes one
 small model.
 """
@@ -62,7 +62,7 @@ SINGLE = (
 Rules = Mapping[str, eqq.extend.AbstractFormat | eqq.QuantConfig | None]
 
 
-class Case(NamedTuple):
+class BudgetCase(NamedTuple):
     """A model, the loss and the batch that sensitivities are measured with, and the cosine on other examples."""
 
     name: str
@@ -75,7 +75,7 @@ class Case(NamedTuple):
 class Rounded:
     """A model with rounded weights. Rounds each weight to each format once."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: BudgetCase) -> None:
         self.case, self.values = case, {}
         self.paths = [leaf.path for leaf in eqq.plan_tree(case.model, "nf4").leaves if leaf.format is not None]
 
@@ -112,7 +112,7 @@ def mean_cosine(found: np.ndarray, wanted: np.ndarray) -> float:
 #
 
 
-def sentence_embedder() -> Case:
+def sentence_embedder() -> BudgetCase:
     import minilm
     import quantize_minilm as sentences
 
@@ -123,10 +123,10 @@ def sentence_embedder() -> Case:
     loss = lambda model, batch: 1 - jnp.mean(jnp.sum(minilm.embed(model, *batch[:2]) * batch[2], axis=-1))
     batch = (ids, mask, minilm.embed(model, ids, mask))
     score = lambda model: mean_cosine(sentences.embed_all(model, *others), wanted)
-    return Case("all-MiniLM-L6-v2", model, loss, batch, score)
+    return BudgetCase("all-MiniLM-L6-v2", model, loss, batch, score)
 
 
-def language_model(folder: Path) -> Case:
+def language_model(folder: Path) -> BudgetCase:
     from llama import Cache, Llama, load
     from tokenizers import Tokenizer
     from train import texts, windows
@@ -146,7 +146,7 @@ def language_model(folder: Path) -> Case:
     ids, others = jnp.asarray(seen[:: len(seen) // 4][:4]), jnp.asarray(held_out[:12])
     wanted = centred(compute(model, others))
     score = lambda model: mean_cosine(centred(compute(model, others)), wanted)
-    return Case("the language model", model, loss, (ids, compute(model, ids)), score)
+    return BudgetCase("the language model", model, loss, (ids, compute(model, ids)), score)
 
 
 class ConvNet(eqx.Module):
@@ -167,7 +167,7 @@ class ConvNet(eqx.Module):
         return x
 
 
-class Block(eqx.Module):
+class EncoderBlock(eqx.Module):
     norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
     attn: eqx.nn.MultiheadAttention
     up: eqx.nn.Linear
@@ -188,7 +188,7 @@ class Block(eqx.Module):
 class VisionTransformer(eqx.Module):
     patch_embed: eqx.nn.Conv2d
     pos_embed: Float[Array, "patches size"]
-    blocks: list[Block]
+    blocks: list[EncoderBlock]
     norm: eqx.nn.LayerNorm
     head: eqx.nn.Linear
 
@@ -196,7 +196,7 @@ class VisionTransformer(eqx.Module):
         patches, positions, head, *blocks = jr.split(key, 3 + depth)
         self.patch_embed = eqx.nn.Conv2d(1, size, 2, stride=2, key=patches)
         self.pos_embed = 0.02 * jr.normal(positions, (16, size))
-        self.blocks, self.norm = [Block(size, key) for key in blocks], eqx.nn.LayerNorm(size)
+        self.blocks, self.norm = [EncoderBlock(size, key) for key in blocks], eqx.nn.LayerNorm(size)
         self.head = eqx.nn.Linear(size, 10, key=head)
 
     def __call__(self, x: Float[Array, "1 8 8"]) -> Float[Array, " 10"]:
@@ -206,7 +206,7 @@ class VisionTransformer(eqx.Module):
         return self.head(self.norm(x.mean(axis=0)))
 
 
-def vision_model(name: str, make: Callable[[PRNGKeyArray], eqx.Module], steps: int = 900) -> Case:
+def vision_model(name: str, make: Callable[[PRNGKeyArray], eqx.Module], steps: int = 900) -> BudgetCase:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -230,7 +230,7 @@ def vision_model(name: str, make: Callable[[PRNGKeyArray], eqx.Module], steps: i
     distance = lambda model, batch: jnp.mean(jnp.square(jax.vmap(model)(batch[0]) - batch[1]))
     wanted = np.asarray(compute(model, images[compare]))
     score = lambda model: mean_cosine(np.asarray(compute(model, images[compare])), wanted)
-    return Case(name, model, distance, (images[measure], compute(model, images[measure])), score)
+    return BudgetCase(name, model, distance, (images[measure], compute(model, images[measure])), score)
 
 
 #
@@ -238,7 +238,7 @@ def vision_model(name: str, make: Callable[[PRNGKeyArray], eqx.Module], steps: i
 #
 
 
-def table_of(case: Case, budgets: Sequence[float]) -> Iterator[tuple[str, ...]]:
+def table_of(case: BudgetCase, budgets: Sequence[float]) -> Iterator[tuple[str, ...]]:
     """Yields the cells of each row. A star marks a plan that is worse than the best single format by more than .002."""
     rounded, analysis = Rounded(case), eqq.analysis
     single = [(rounded.bits(f), rounded.score(dict.fromkeys(rounded.paths, f)), repr(f)) for f in SINGLE]
@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--language-model", type=Path, help="what examples/llama/train.py wrote")
     parser.add_argument("--smoke", action="store_true", help="one small model, and two budgets")
     options = parser.parse_args(arguments)
-    cases: dict[str, Callable[[], Case]] = {
+    cases: dict[str, Callable[[], BudgetCase]] = {
         "convolutions": lambda: vision_model("a convolutional network", ConvNet, 20 if options.smoke else 900),
         "vision": lambda: vision_model("a vision transformer", VisionTransformer),
         "sentences": sentence_embedder,

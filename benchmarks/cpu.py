@@ -22,7 +22,7 @@ import jax.tree_util as jtu
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from timing import interleaved
+from timing import time_in_turns
 
 import eqquant as eqq
 
@@ -61,7 +61,7 @@ def matmul(size: int, rounds: int) -> None:
         for name, q in quantized.items():
             variants[name] = lambda q=q, x=x: dot(q, x)
             variants[f"{name} dense"] = lambda q=q, x=x: dense(q, x)
-        seconds = interleaved(variants, rounds)
+        seconds = time_in_turns(variants, rounds)
         table.add_row(str(m), "float32", f"{1e3 * np.median(seconds['float32']):.2f}", "1.00", "", "", "", style="dim")
         for name, q in quantized.items():
             temp = [f.lower(q, x).compile().memory_analysis().temp_size_in_bytes / 2**20 for f in (dot, dense)]
@@ -89,7 +89,7 @@ def throughput(size: int, rounds: int) -> None:
         quantize = jax.jit(lambda w, format=format: eqq.quantize(w, format))
         dequantize = jax.jit(lambda q: q.dequantize())
         q = quantize(w)
-        seconds = interleaved({"q": lambda: quantize(w), "d": lambda: dequantize(q)}, rounds)
+        seconds = time_in_turns({"q": lambda: quantize(w), "d": lambda: dequantize(q)}, rounds)
         table.add_row(repr(format), *(f"{1e3 * np.median(seconds[k]):.1f}" for k in "qd"))
     console.print(table)
 
@@ -115,7 +115,7 @@ def compile_time(depth: int) -> None:
         traced = time.perf_counter()
         compiled = lowered.compile()
         done = time.perf_counter()
-        calls = interleaved({"call": lambda compiled=compiled, leaves=leaves: compiled(leaves, x)}, 50)["call"]
+        calls = time_in_turns({"call": lambda compiled=compiled, leaves=leaves: compiled(leaves, x)}, 50)["call"]
         table.add_row(name, f"{traced - start:.2f}", f"{done - traced:.2f}", f"{1e6 * np.median(calls):.0f}")
     console.print(table)
 

@@ -2,14 +2,14 @@
 
     python benchmarks/cpu_matmul.py [--smoke] [--isa avx2] [--rows 1 16 128] [--formats nf4 int8] [--peers]
     python benchmarks/cpu_matmul.py --isa avx2 --formats nf4 --save results.json  # a slice of the tables
-    python benchmarks/cpu_matmul.py --show results.json                           # those of all slices
+    python benchmarks/cpu_matmul.py --show results.json                           # all slices
 
-Each figure is the time relative to that of the float32 product of the same shape, in one process, in turns: the median
-of the rounds' ratios. Cold, every call takes the next of so many copies of the weight that they fill half a GB; warm,
-the same one was used just before. The last column is the bytes of the packed weight per second, cold, beside those that
-a copy reads and writes. Every instruction set of the machine runs in a process of its own. `int8 x int4` and the like
-quantize `x` inside the time. `--dtype bfloat16` and `--precision tensorfloat32` are those of quantized products; the
-float32 product stays what it is.
+Each figure is the time relative to the float32 product of the same shape, in one process, in turns: the median of the
+rounds' ratios. Cold, every call takes the next of so many copies of the weight that they fill half a GB; warm, the same
+one was used just before. The last column is the bytes of the packed weight per second, cold, beside those that a copy
+reads and writes. Every instruction set of the machine runs in a process of its own. `int8 x int4` and the like quantize
+`x` inside the time. `--dtype bfloat16` and `--precision tensorfloat32` are for quantized products; the float32 product
+does not change.
 """
 
 import argparse

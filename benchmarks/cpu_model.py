@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 from rich.console import Console
 from rich.table import Table
-from timing import interleaved
+from timing import time_in_turns
 
 import eqquant as eqq
 from eqquant._native import library as native
@@ -32,7 +32,7 @@ HEAD = 64
 CONTEXT = 256
 
 
-class Block(eqx.Module):
+class DecoderBlock(eqx.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`, for one token."""
 
     norms: tuple[eqx.nn.RMSNorm, eqx.nn.RMSNorm]
@@ -65,7 +65,7 @@ class Block(eqx.Module):
 
 
 @eqx.filter_jit
-def step(blocks: list[Block], x: Array, caches: list[Array]) -> tuple[Array, list[Array]]:
+def step(blocks: list[DecoderBlock], x: Array, caches: list[Array]) -> tuple[Array, list[Array]]:
     new = []
     for block, cache in zip(blocks, caches, strict=True):
         x, cache = block(x, cache)
@@ -73,9 +73,9 @@ def step(blocks: list[Block], x: Array, caches: list[Array]) -> tuple[Array, lis
     return x, new
 
 
-def model(layers: int, width: int, convert: Callable[[Block], Any]) -> list[Any]:
+def model(layers: int, width: int, convert: Callable[[DecoderBlock], Any]) -> list[Any]:
     """Copies of one converted block: a billion random numbers would take longer than all that is timed."""
-    block = convert(Block(width, jr.key(0)))
+    block = convert(DecoderBlock(width, jr.key(0)))
     return [jtu.tree_map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, block) for _ in range(layers)]
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     layers, width = arguments.layers, arguments.width
 
     to_bf16 = lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
-    converts: dict[str, Callable[[Block], Any]] = {
+    converts: dict[str, Callable[[DecoderBlock], Any]] = {
         "float32": lambda block: block,
         "bfloat16": lambda block: jtu.tree_map(to_bf16, block),
     }
@@ -109,7 +109,7 @@ def main() -> None:
         dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
         x, caches = jr.normal(jr.key(1), (width,), dtype), [jnp.zeros((2, CONTEXT, width), dtype)] * layers
         variants[name] = lambda blocks=blocks, x=x, caches=caches: step(blocks, x, caches)[0]
-    seconds = interleaved(variants, arguments.rounds)
+    seconds = time_in_turns(variants, arguments.rounds)
     table = Table(
         "weights", "MB", "tokens per s", "time beside float32", title=f"{layers} layers of {width}, one token"
     )

@@ -28,7 +28,7 @@ FIRST = ("nf4", "int4", "int8", "fp8")
 
 
 class Piece(NamedTuple):
-    """A command that takes about so many seconds. `isa` is `None` for those whose output is kept as it is printed."""
+    """A command that takes about so many seconds. `isa` is `None` if the printed output is kept."""
 
     name: str
     seconds: int
@@ -87,11 +87,11 @@ def show(path: Path, console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="what has been measured; made if it does not exist")
+    parser.add_argument("file", type=Path, help="the results so far; made if it does not exist")
     parser.add_argument("--minutes", type=float, default=60, help="begin no piece that would end later than this")
     parser.add_argument("--peers", help="a Python with JAX, onnxruntime, bitsandbytes and torch")
     parser.add_argument("--llama-bench", help="the program llama-bench of llama.cpp")
-    parser.add_argument("--show", action="store_true", help="print what the file has, and measure nothing")
+    parser.add_argument("--show", action="store_true", help="print the results of the file, and measure nothing")
     parser.add_argument("--list", action="store_true", help="print the pieces, and about how many seconds each takes")
     parser.add_argument("--smoke", action="store_true", help="tries every piece in a small size")
     options = parser.parse_args()
@@ -134,7 +134,7 @@ def main() -> None:
         saved["done"].append(piece.name)
         new = options.file.with_suffix(".new")
         new.write_text(json.dumps(saved))
-        new.replace(options.file)  # at once: whoever stops it here keeps the old ones
+        new.replace(options.file)  # at once: a run that is stopped here keeps the old results
     show(options.file, console)
 
 

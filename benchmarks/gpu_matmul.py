@@ -2,7 +2,7 @@
 
 First every kernel is checked against float64. Then each product is timed: bfloat16 activations, every variant in the
 same run, in turns. A weight of 4096 x 4096 in four bits fits into the L2 cache, so products go round several copies.
-Times are medians of rounds, for one product, with what is around it (the sum of partial results, for instance).
+Times are medians of rounds, for one product with all of its operations (such as the sum of partial results).
 
 `--tune` tries configurations and prints the rows for `eqquant/_matmul/kernels/pallas_gpu.py`. `--smoke` runs anywhere,
 on tiny sizes and interpreted, to see that the script works; its times mean nothing.
@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from timing import interleaved
+from timing import time_in_turns
 
 import eqquant as eqq
 from eqquant._matmul import dispatch
@@ -67,7 +67,7 @@ CACHE = 256 * 2**20  # copies of a weight take more than this together
 console = Console(width=130)
 
 
-class Options(NamedTuple):
+class MeasureOptions(NamedTuple):
     interpret: bool
     rounds: int
     seconds: float  # that one measurement takes, about
@@ -84,7 +84,7 @@ def relative_error(y: Any, x: Any, dense: np.ndarray, transpose: bool) -> float:
 
 
 def run_kernel(
-    x: Any, q: Any, transpose: bool, options: Options, precision: str = "default", config: Any = None
+    x: Any, q: Any, transpose: bool, options: MeasureOptions, precision: str = "default", config: Any = None
 ) -> Any:
     layout = MatmulProblem(*(x.shape[0], *q.shape), x.dtype, q.format, transpose).layout
     run = ft.partial(
@@ -99,7 +99,7 @@ def run_kernel(
     return run(x, dispatch.pack_arrays(q))
 
 
-def check(options: Options) -> bool:
+def check(options: MeasureOptions) -> bool:
     """Every format, both products, all dtypes, ragged sizes, and a number of rows for each configuration."""
     n, k = (72, 600) if options.interpret else (1000, 4196)
     rows = (1, 7) if options.interpret else (1, 7, 16, 32, 64, 300)
@@ -128,11 +128,11 @@ def check(options: Options) -> bool:
 #
 
 
-def repeated(product: Callable[[Any, Any], Any], rounds: int, times: int) -> Callable[[Any, list[Any]], Any]:
+def repeat_product(product: Callable[[Any, Any], Any], rounds: int, times: int) -> Callable[[Any, list[Any]], Any]:
     """A program that does a product with every weight, `rounds` times in the body of a loop of `times`.
 
     All results are results of the program, and each round waits for the one before: else a compiler would leave out
-    what nobody reads, and do but once what is always the same.
+    unused results, and compute equal ones once.
     """
 
     def run(x: Any, weights: list[Any]) -> Any:
@@ -150,24 +150,26 @@ def repeated(product: Callable[[Any, Any], Any], rounds: int, times: int) -> Cal
     return jax.jit(run)
 
 
-def prepare(product: Callable[[Any, Any], Any], x: Any, weights: list[Any], options: Options, seconds: float) -> Any:
+def prepare(
+    product: Callable[[Any, Any], Any], x: Any, weights: list[Any], options: MeasureOptions, seconds: float
+) -> Any:
     """A call that takes long enough to be timed, given the seconds that a product takes about; and its products."""
     rounds = max(1, 8 // len(weights))
     count = rounds * len(weights)
     times = 1 if options.interpret else max(1, int(options.seconds / (seconds * count)))
-    return ft.partial(repeated(product, rounds, times), x, weights), times * count
+    return ft.partial(repeat_product(product, rounds, times), x, weights), times * count
 
 
-def copies_of(nbytes: int, options: Options) -> int:
+def copies_of(nbytes: int, options: MeasureOptions) -> int:
     return 2 if options.interpret else max(2, -(-CACHE // nbytes))
 
 
-def copy_bandwidth(options: Options) -> float:
-    """Bytes per second, read and written, of copying what is far larger than any cache."""
+def copy_bandwidth(options: MeasureOptions) -> float:
+    """Bytes per second, read and written, of copying arrays far larger than any cache."""
     size = 2**20 if options.interpret else 2**30
     x = jnp.zeros(size, jnp.uint8)
     flip = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, x: x ^ jnp.uint8(1), x))
-    return 8 * 2 * size / float(np.median(interleaved({"copy": lambda: flip(x)}, options.rounds)["copy"]))
+    return 8 * 2 * size / float(np.median(time_in_turns({"copy": lambda: flip(x)}, options.rounds)["copy"]))
 
 
 def dense_product(x: Any, w: Any) -> Any:
@@ -178,7 +180,7 @@ def xla_product(x: Any, q: Any) -> Any:
     return eqq.matmul(x, q.T, implementation="xla")
 
 
-def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: Options) -> None:
+def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: MeasureOptions) -> None:
     bandwidth = copy_bandwidth(options)
     console.print(f"copying moves {bandwidth / 1e12:.2f} TB/s, bytes read and written\n")
     for k, n in shapes:
@@ -202,7 +204,7 @@ def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: Options)
                 products[f"{name} XLA"] = xla_product
             about = 2 * m * n * k / 8e14 + n * k / 3e12  # a guess, for the length only
             ready = {name: prepare(f, x, weights[name], options, about) for name, f in products.items()}
-            seconds = interleaved({name: program for name, (program, _) in ready.items()}, options.rounds)
+            seconds = time_in_turns({name: program for name, (program, _) in ready.items()}, options.rounds)
             each = {name: s / ready[name][1] for name, s in seconds.items()}
             micro = lambda name, each=each: 1e6 * float(np.median(each[name]))
             ratio = lambda name, each=each: float(np.median(each["cuBLAS"] / each[name]))
@@ -225,7 +227,7 @@ def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: Options)
 #
 
 
-def tune(shapes: Any, options: Options) -> None:
+def tune(shapes: Any, options: MeasureOptions) -> None:
     """Prints the best configuration for each number of bits and of rows: of the least slowdown, summed over shapes."""
     formats = {8: eqq.Int8(block_size=128), 4: eqq.NF4(), 2: eqq.Ternary(block_size=64), 1: eqq.Binary(block_size=64)}
     choices = {
@@ -260,7 +262,7 @@ def tune(shapes: Any, options: Options) -> None:
                 try:
                     product = ft.partial(run_kernel, transpose=transpose, options=options, config=config)
                     program, count = prepare(product, x, copies, options, n * k / 3e12)
-                    seconds[i] = np.median(interleaved({"it": program}, 3)["it"]) / count
+                    seconds[i] = np.median(time_in_turns({"it": program}, 3)["it"]) / count
                 except Exception as error:  # more shared memory or registers than there are
                     console.print(f"[dim]{config}: {str(error).splitlines()[0][:80]}")
             slowdown += seconds / seconds.min()
@@ -280,7 +282,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.smoke and jax.default_backend() != "gpu":
         sys.exit("There is no GPU. Run with --smoke to see whether the script works, or `nox -s aot_gpu`.")
-    options = Options(arguments.smoke, 2 if arguments.smoke else arguments.rounds, 0.01)
+    options = MeasureOptions(arguments.smoke, 2 if arguments.smoke else arguments.rounds, 0.01)
     formats = {name: FORMATS[name] for name in arguments.formats or FORMATS}
     device = jax.devices()[0].device_kind
     console.print(f"{device}, {os.cpu_count()} cores; JAX {jax.__version__}; {datetime.date.today()}\n")

@@ -73,7 +73,7 @@ def awq(rng):
     return {**tensors, "scales": scales(rng, groups, OUT)}, {"quant_method": "awq"}
 
 
-def compressed(bits):
+def make_compressed(bits):
     def make(rng):
         tensors = {
             "weight_packed": words(rng, OUT, IN * bits // 32),
@@ -178,8 +178,8 @@ DIALECTS = {
     "safetensors, float16": half,
     "eqquant, NF4": None,
     "compressed-tensors, int8": int8,
-    "compressed-tensors, 4 bits": compressed(4),
-    "compressed-tensors, 3 bits": compressed(3),
+    "compressed-tensors, 4 bits": make_compressed(4),
+    "compressed-tensors, 3 bits": make_compressed(3),
     "compressed-tensors, MXFP4": mxfp4,
     "compressed-tensors, NVFP4": nvfp4,
     "Hugging Face, fp8 in 128 x 128": fp8_tiles,
@@ -204,7 +204,7 @@ def load_tensors(path):
     """What every library of PyTorch does first: the tensors as they are stored."""
     from safetensors.torch import load_file
 
-    # It maps the file: reading each byte is what makes the tensors.
+    # It maps the file, so a tensor is read only when each of its bytes is.
     return {name: t.clone() for name, t in load_file(path / "model.safetensors").items()}
 
 
@@ -251,7 +251,7 @@ def dequantize_gguf(path):
 
 
 def library(name):
-    """What another library does with the file, and what that is."""
+    """Returns a function that reads the file by another library, and its name."""
     if name.startswith("safetensors"):
         return load_tensors, "safetensors loads"
     if name.startswith("bitsandbytes"):

@@ -66,7 +66,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "int4 with zero points, keys per channel": {"format": AFFINE, "per_channel": True},
     "keys as before, values int8": {"format": AFFINE, "values": "int8", "per_channel": True},
 }
-# Weights, and what their products quantize activations to.
+# Formats of weights, and of activations, quantized dynamically.
 ACTIVATIONS = {
     "int8": ("int8",),
     "fp8": ("fp8",),
@@ -101,7 +101,7 @@ def logits_of(model: Llama, ids: Int[Array, "batch length"], **cache: Any) -> Fl
 
 
 class Bench:
-    """The float model, the text, and what the model says of it."""
+    """The float model, the text, and the logits of the model."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.model = load(eqq.io.open(folder))
@@ -125,7 +125,7 @@ class Bench:
         same = jnp.argmax(self.expected, -1) == jnp.argmax(logits, -1)
         return Measured(bits / told.size, bits / self.nbytes, float(divergence.mean()), float(same.mean()))
 
-    def quantized(self, format: eqq.extend.AbstractFormat, method: str) -> Llama:
+    def quantize(self, format: eqq.AbstractFormat, method: str) -> Llama:
         if method == "GPTQ":
             return eqq.quantize_sequentially(self.model, self.calibration, format, METHODS[method], apply=logits_of)
         return eqq.quantize_tree(self.model, format, method=METHODS[method])
@@ -150,7 +150,7 @@ def formats_table(bench: Bench, names: Sequence[str], methods: Sequence[str], co
         for method in methods:
             began = time.perf_counter()
             try:
-                model = bench.quantized(FORMATS[name], method)
+                model = bench.quantize(FORMATS[name], method)
             except ValueError as e:  # a method may not take a format, and says so
                 print(f"{name}, {method}: {e}", file=sys.stderr)
                 continue
@@ -250,7 +250,7 @@ def random_table(name: str, llama_bench: str | None, rounds: int, console: Conso
         times: dict[str, list[float]] = {kind: [] for kind in generators}
         theirs = []
         for n in range(rounds + 1):
-            # In another order each round: none is always behind the one that leaves the machine busiest.
+            # In another order each round, so that no variant always follows the most demanding one.
             for kind in np.random.default_rng(n).permutation(list(generators)):
                 for again in range(4):
                     began = time.perf_counter()

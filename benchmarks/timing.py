@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 
-def interleaved(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
+def time_in_turns(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
     """Seconds of each variant in each round; the first call of each is not counted."""
     for f in variants.values():
         jax.block_until_ready(f())

@@ -203,13 +203,13 @@ def methods() -> str:
 
     rows = []
     for format in formats:
-        of_absmax = 1.0
+        absmax_error = 1.0
         for method in (eqq.AbsMax(), eqq.MSE(), eqq.HQQ()):
             dense = [eqq.quantize(w, format, method=method).dequantize() for w in weights]
             sqnr = [decibel(float(relative_mse(w, y))) for w, y in zip(weights, dense, strict=True)]
             error = float(robust(weights[1], dense[1]))
-            of_absmax = error if method == eqq.AbsMax() else of_absmax
-            rows.append((f"`{format!r}`", f"`{method!r}`", *sqnr, f"{error / of_absmax:.1%}"))
+            absmax_error = error if method == eqq.AbsMax() else absmax_error
+            rows.append((f"`{format!r}`", f"`{method!r}`", *sqnr, f"{error / absmax_error:.1%}"))
     return markdown(("Format", "Method", "SQNR, dB:", "SQNR with heavy tails, dB:", "HQQ's measure:"), rows)
 
 

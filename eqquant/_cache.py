@@ -26,7 +26,9 @@ _EMPTY_POSITION = np.iinfo(np.int32).max  # behind every token
 
 
 class QuantizedCache(eqx.Module):
-    """The keys and values of all tokens so far, in a few bits each. New tokens leave the codes of old ones as they are.
+    """The keys and values of all tokens so far, in a few bits each: a KV cache.
+
+    New tokens leave the codes of old ones as they are.
 
     !!! Example
 
@@ -46,10 +48,9 @@ class QuantizedCache(eqx.Module):
     either is made. `append` writes at a traced position. So the cache is a carry of `scan`, maps under `vmap`, and with
     donation stays in its memory. Leading axes of the shape are batch axes: each row of the batch has its own length.
 
-    Scales belong to the keys, and the values, of one head of one token. With `per_channel`, those of keys belong to one
-    number of one head in a group of tokens, because in many models a few numbers of each key are much larger than the
-    others. Then tokens wait in a float window until their group is full, as in
-    [KIVI](https://arxiv.org/abs/2402.02750).
+    Scales are per token and head, for keys and for values. With `per_channel`, scales of keys belong to one number of
+    one head in a group of tokens, because in many models a few numbers of each key are much larger than the others.
+    Then tokens wait in a float window until their group is full, as in [KIVI](https://arxiv.org/abs/2402.02750).
     """
 
     keys: Float[MaybeQuantized, "*batch heads context size"]
@@ -73,14 +74,14 @@ class QuantizedCache(eqx.Module):
 
         - `shape`: `(*batch, heads, context, size)`: heads of keys, tokens at most, and numbers of each head.
         - `keys`: the format of the keys, or its name; `None` for floats.
-        - `values`: the format of the values; by default that of the keys.
+        - `values`: the format of the values; by default the format of the keys.
         - `per_channel`: whether scales of keys belong to a channel in a group of tokens, and not to a token. For four
             bits and fewer. The groups are the blocks of the format.
         - `window`: how many tokens are quantized together, once they are all there; until then they are floats. A full
             window empties, so the newest 0 to `window - 1` tokens are floats. `0`, the default, quantizes each token at
             once. With `per_channel` the default is the fewest that can be packed: 128 for four bits. The context is
             rounded up to whole windows.
-        - `dtype`: the dtype of floats, and of what the cache dequantizes to.
+        - `dtype`: the dtype of floats, and of dequantized keys and values.
 
         **Returns:**
 
@@ -89,7 +90,8 @@ class QuantizedCache(eqx.Module):
         **Raises:**
 
         `ValueError` if the shape has fewer than three axes, if the window does not hold whole blocks of the keys, or if
-        a format has no blocks of tokens. `TypeError` for what is no whole number, no format, or no dtype of floats.
+        a format has no blocks of tokens. `TypeError` if a size is no whole number, a format no
+        format, or `dtype` not of floats.
         """
         shape = _check_shape(shape)
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -137,9 +139,10 @@ class QuantizedCache(eqx.Module):
 
     @property
     def positions(self) -> Int[Array, "*batch 1 places"]:
-        """The position in the text of each place that `scores` has; for empty places, the largest integer.
+        """The position in the text of each place of `scores`; the largest integer for empty ones.
 
-        The axis of length one stands for tokens that ask: `cache.positions <= at[..., None]` is what each of them sees.
+        The axis of length one is for queries: `cache.positions <= at[..., None]` is the causal mask of tokens at
+        positions `at`.
         """
         packed, length = self._count(self.context), self.length[..., None]
         if not self.window:
@@ -163,7 +166,7 @@ class QuantizedCache(eqx.Module):
         **Arguments:**
 
         - `keys`, `values`: floats.
-        - `count`: how many of the new tokens are text; those behind are padding, which is never seen. By default all.
+        - `count`: how many of the new tokens are text; the rest is padding, which is never seen. By default all.
 
         **Returns:**
 
@@ -190,19 +193,19 @@ class QuantizedCache(eqx.Module):
         if self.recent is None:
             at = self.length[..., None] + self._count(new)
             return QuantizedCache(_put(self.keys, keys, at), _put(self.values, values, at), None, length)
-        # Whole windows, from the one that is being filled: what is in it, and behind that the new tokens.
+        # Whole windows: the tokens of the window that is being filled, then the new tokens.
         window = self.window
         windows = -(-(window - 1 + new) // window)
         before = self.length // window
         within = self.length % window
-        # One token fills a window at most. What that held may stay in it: `positions` hides it.
+        # One token fills at most one window. Old tokens may stay in it: `positions` hides them.
         if windows == 1:
             strip = lambda old, x: _write(old, x.astype(old.dtype), within[..., None])
         else:
             strip = lambda old, x: _strip(old, x, within, windows * window)
         strips = strip(self.recent[0], keys), strip(self.recent[1], values)
         at = before[..., None] * window + self._count(windows * window)
-        # Most steps fill no window. Then zeros take the place of what a later step will write.
+        # Most steps fill no window. Then they write zeros, which a later step overwrites.
         filled = length // window > before
         put = lambda old, x: _put(old, x, at, jnp.any(filled), window)
         start = (length // window - before) * window
@@ -213,7 +216,9 @@ class QuantizedCache(eqx.Module):
         return jnp.arange(n, dtype=jnp.int32).reshape(*[1] * self.length.ndim, n)
 
     def scores(self, queries: Float[Array, "*batch heads rows size"]) -> Float[Array, "*batch heads rows places"]:
-        """Multiplies queries by the keys of every place, empty ones too. `positions` says which token is where.
+        """Multiplies queries by the keys of every place, empty ones too.
+
+        `positions` says which token is where.
 
         **Arguments:**
 
@@ -238,7 +243,7 @@ class QuantizedCache(eqx.Module):
 
         **Arguments:**
 
-        - `shares`: as a softmax of `scores` gives them, zero for what must not be seen.
+        - `shares`: as a softmax of `scores` gives them, zero for tokens that must not be seen.
 
         **Returns:**
 
@@ -255,7 +260,10 @@ class QuantizedCache(eqx.Module):
         return old + shares[..., self.context :] @ self.recent[1].astype(shares.dtype)
 
     def _check_rows(self, x: Array, name: str, last: str, length: int) -> None:
-        """Raises unless the last axis has this length, and those before the rows broadcast to batch and heads."""
+        """Raises unless the last axis has this length and the first ones broadcast.
+
+        The first ones are batch and heads, before the rows.
+        """
         front = self.values.shape[:-2]
         try:
             jnp.broadcast_shapes(x.shape[:-2], front)
@@ -311,7 +319,7 @@ def _check_shape(shape: object) -> tuple[int, ...]:
 
 
 def _mask_padding(keys: Array, values: Array, count: ArrayLike) -> tuple[Array, Array, Array]:
-    """Puts zeros in the place of padding, which may be NaN, and checks how many tokens are none."""
+    """Returns keys and values with zeros for padding, which may be NaN, and a checked `count`."""
     new, count = keys.shape[-2], jnp.asarray(count)
     if not jnp.issubdtype(count.dtype, jnp.integer):
         raise TypeError(f"`count` must be whole numbers. Got {count.dtype}.")
@@ -325,7 +333,7 @@ def _mask_padding(keys: Array, values: Array, count: ArrayLike) -> tuple[Array, 
 
 
 def _fewest_tokens(format: AbstractFormat | None) -> int:
-    """Returns how many tokens share a scale and bytes, if the quantized axis is that of tokens."""
+    """Returns how many tokens share a scale and bytes, if the token axis is quantized."""
     block = None if format is None else format.block_size
     if not isinstance(block, int) or format is None or format.scale_format is not None:
         raise ValueError(
@@ -336,7 +344,7 @@ def _fewest_tokens(format: AbstractFormat | None) -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | None, axis: int) -> MaybeQuantized:
-    """As `_quantized`, of zeros: one row is quantized, and repeated."""
+    """As `_quantize_rows`, of zeros: one row is quantized, and repeated."""
     if format is None:
         return jnp.zeros(shape, dtype)
     *batch, rows, length = shape if axis == -1 else (*shape[:-2], shape[-1], shape[-2])
@@ -345,8 +353,11 @@ def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | No
     return dataclasses.replace(repeated, axis=axis)
 
 
-def _quantized(x: Array, format: AbstractFormat, axis: int | tuple[int, ...]) -> QuantizedArray:
-    """Quantizes every row alone: of a token, or with axis -2 of a channel. So a "tensor" of the format is a row."""
+def _quantize_rows(x: Array, format: AbstractFormat, axis: int | tuple[int, ...]) -> QuantizedArray:
+    """Quantizes every row alone: one of a token, or with axis -2 of a channel.
+
+    So a "tensor" of the format is a row.
+    """
     quantize_row = lambda row: quantize_array(row, format, (-1,), None, None)
     rows = x if axis == -1 else x.mT
     return dataclasses.replace(vmap_leading(quantize_row, x.ndim - 1)(rows), axis=axis)
@@ -365,13 +376,13 @@ def _put(
     needed: Bool[Array, ""] | bool = True,
     group: int = 1,
 ) -> MaybeQuantized:
-    """Writes tokens to their places, packed. Unless `needed`, what is written does not matter."""
+    """Writes tokens to their places, packed. Unless `needed`, zeros may be written."""
     if not isinstance(old, QuantizedArray):
         return _write(old, new.astype(old.dtype), at)
     bits, across = old.format.bits, old.axis != -1
     # Packed zero points of several groups share bytes.
     apart = lambda q: dataclasses.replace(q, zero_point_bits=q.zero_point) if across else q
-    pack = lambda: jtu.tree_leaves(apart(_quantized(new.astype(old.dtype), old.format, old.axis)))
+    pack = lambda: jtu.tree_leaves(apart(_quantize_rows(new.astype(old.dtype), old.format, old.axis)))
     if needed is True:
         packed = pack()
     else:
@@ -403,8 +414,8 @@ def _scatter(old: Array, new: Array, at: Array) -> Array:
 
 
 def _loop(old: Array, new: Array, at: Array) -> Array:
-    # XLA for CPU writes once for each reader of the result, each time into a copy of everything that is there; but what
-    # a loop carries it updates in its memory. So this is a loop of one turn, which XLA must not know.
+    # XLA for CPU writes once for each reader of the result, each time into a full copy; but it updates the carry of a
+    # loop in place. So this is a loop of one iteration, whose number XLA must not know.
     once = jax.lax.optimization_barrier(jnp.int32(1))
     return jax.lax.fori_loop(0, once, lambda _, old: _scatter(old, new, at), old)
 

@@ -116,12 +116,12 @@ def _measured(
     import eqquant as eqq
     from eqquant._tree.leaves import named_leaves
     from eqquant.analysis import weight_sensitivity
-    from eqquant.io._convert import fitting
+    from eqquant.io._convert import find_fitting
 
     from .output import Progress
 
     wanted = set(weights)
-    fits = {f: wanted if to is None else fitting(checkpoint, f, axis, to) for f in options}
+    fits = {f: wanted if to is None else find_fitting(checkpoint, f, axis, to) for f in options}
     for name in weights:
         if not any(name in names for names in fits.values()):
             raise ValueError(

@@ -46,7 +46,7 @@ def report(
     """
     import eqquant as eqq
     from eqquant._report import show_bytes
-    from eqquant.io._atomic import replacing
+    from eqquant.io._atomic import open_replacement
 
     checkpoint, picked = arguments.open_source(source), arguments.parse_format(format)
     arguments.check_output(output, ".html", force, checkpoint)
@@ -81,7 +81,7 @@ def report(
         head=html.escape(head),
         body=f'{body}<h2>All arrays</h2><div class="scroll"><table>{table}</table></div>',
     )
-    with replacing(output) as f:
+    with open_replacement(output) as f:
         f.write(page.encode())
     typer.echo(f"{output}: {head}")
 

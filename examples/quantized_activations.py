@@ -14,9 +14,9 @@ from rich import print
 import eqquant as eqq
 
 
-of_model, of_inputs = jr.split(jr.key(0))
-model = eqx.nn.MLP(64, 10, 256, 2, activation=jax.nn.gelu, key=of_model)
-inputs = jr.normal(of_inputs, (512, 64))
+model_key, input_key = jr.split(jr.key(0))
+model = eqx.nn.MLP(64, 10, 256, 2, activation=jax.nn.gelu, key=model_key)
+inputs = jr.normal(input_key, (512, 64))
 wanted = jax.vmap(model)(inputs)
 
 

@@ -232,10 +232,10 @@ models = {
     "the same, merged, dense": eqq.merge_lora(finetuned, dense=True),
     "float, finetuned whole": all_float,
 }
-of_code = {name: bits_per_byte(m, code_held_out) for name, m in models.items()}
+code_bits = {name: bits_per_byte(m, code_held_out) for name, m in models.items()}
 table = Table("model", "bits per byte", "bytes", title="From English to code")
 for name, candidate in models.items():
-    table.add_row(name, f"{of_code[name]:.3f}", f"{eqq.tree_nbytes(candidate):,}")
+    table.add_row(name, f"{code_bits[name]:.3f}", f"{eqq.tree_nbytes(candidate):,}")
 console.print(table)
 
 # %% Memory: the bytes that each way to train holds between steps, and its gradients
@@ -258,8 +258,10 @@ console.print(table)
 # %% Checks
 assert abs(in_float_8bit - in_float) < 0.02
 assert all(after[name] < before[name] for name in formats)
-assert of_code["quantized, QLoRA"] < of_code["quantized"] - (0.02 if args.smoke else 0.5)
-assert abs(of_code["the same, merged, dense"] - of_code["quantized, QLoRA"]) < 0.001  # the same sum, in another order
+assert code_bits["quantized, QLoRA"] < code_bits["quantized"] - (0.02 if args.smoke else 0.5)
+assert (
+    abs(code_bits["the same, merged, dense"] - code_bits["quantized, QLoRA"]) < 0.001
+)  # the same sum, in another order
 # Only factors have gradients and optimizer state; everything else keeps its bits.
 _, grads, state = held["QLoRA"]
 factors = eqx.filter(adapted, mask)

@@ -60,13 +60,13 @@ def close(y, x, w, tol=1e-6):
     assert (np.abs(np.asarray(y, np.float64) - x @ w.T) <= tol * (np.abs(x) @ np.abs(w).T) + 1e-30).all()
 
 
-@pytest.mark.parametrize(("of_x", "of_w"), PAIRS)
-def test_pairs(getkey, of_x, of_w):
-    w = eqq.quantize(weights(getkey(), (24, 200)), FORMATS[of_w])
+@pytest.mark.parametrize(("x_format", "w_format"), PAIRS)
+def test_pairs(getkey, x_format, w_format):
+    w = eqq.quantize(weights(getkey(), (24, 200)), FORMATS[w_format])
 
     @jax.jit
     def products(x, w):
-        rows = DynamicRows(x, FORMATS[of_x])
+        rows = DynamicRows(x, FORMATS[x_format])
         q = dataclasses.replace(rows.quantized(), gradient_of=None)
         product = lambda implementation: matmul_with(x, w.T, Options(None, implementation, lambda _: rows))
         return q.dequantize(), product(None), product("xla"), q @ w.T
@@ -77,11 +77,11 @@ def test_pairs(getkey, of_x, of_w):
 
 
 @pytest.mark.parametrize(
-    ("of_x", "of_w", "looped"), [("int8_affine", "int4_affine", False), ("int4", "int8_affine", True)]
+    ("x_format", "w_format", "looped"), [("int8_affine", "int4_affine", False), ("int4", "int8_affine", True)]
 )
-def test_equals_integers_of_numpy(getkey, of_x, of_w, looped):
+def test_equals_integers_of_numpy(getkey, x_format, w_format, looped):
     """Sums are integers: with scales of one, products are exact."""
-    k, formats = 192, (FORMATS[of_x], FORMATS[of_w])
+    k, formats = 192, (FORMATS[x_format], FORMATS[w_format])
     operands = []
     for rows, format in zip((3, 40), formats, strict=True):
         blocks = -(-k // (format.block_size or k))
@@ -122,7 +122,7 @@ def test_longest_sums():
 
 
 @pytest.mark.parametrize(
-    ("of_x", "of_w", "kind"),
+    ("x_format", "w_format", "kind"),
     [
         ("int8", "int8", "int8"),
         ("int4", "ternary", "int8"),
@@ -133,12 +133,12 @@ def test_longest_sums():
         ("int8", "nf4", None),
     ],
 )
-def test_types_on_accelerators(getkey, of_x, of_w, kind):
-    x, w = (eqq.quantize(weights(getkey(), (n, 200)), FORMATS[of]) for n, of in ((4, of_x), (24, of_w)))
+def test_types_on_accelerators(getkey, x_format, w_format, kind):
+    x, w = (eqq.quantize(weights(getkey(), (n, 200)), FORMATS[of]) for n, of in ((4, x_format), (24, w_format)))
     layouts, target = [layout_of(q.format, 200) for q in (x, w)], Target("cuda")
     assert codes.kind_of(*layouts, target) == kind
     shown = "float32 x float32 (decoded)" if kind is None else {"float8": "float8_e4m3fn"}.get(kind, kind)
-    many = eqq.quantize(jnp.ones((512, 200)), FORMATS[of_x])
+    many = eqq.quantize(jnp.ones((512, 200)), FORMATS[x_format])
     assert shown in eqq.explain_matmul(many, w.T, platform="cuda").types
     if kind is not None:
         y = codes.matmul(*map(dispatch.pack_arrays, (x, w)), *layouts, kind, looped=False)
@@ -148,12 +148,12 @@ def test_types_on_accelerators(getkey, of_x, of_w, kind):
 
 
 @pytest.mark.parametrize(
-    ("of_x", "of_w", "dtype"),
+    ("x_format", "w_format", "dtype"),
     [("nvfp4", "nvfp4", jnp.float32), ("mxfp8", "mxfp4", jnp.bfloat16), ("int8", "mxfp4", jnp.float32)],
 )
-def test_few_rows_meet_the_packed_weight(getkey, monkeypatch, of_x, of_w, dtype):
+def test_few_rows_meet_the_packed_weight(getkey, monkeypatch, x_format, w_format, dtype):
     """Kernels take the values of small floats, which are exact in the few bits that a GPU multiplies."""
-    x, w = (eqq.quantize(weights(getkey(), (n, 256)), FORMATS[of]) for n, of in ((4, of_x), (24, of_w)))
+    x, w = (eqq.quantize(weights(getkey(), (n, 256)), FORMATS[of]) for n, of in ((4, x_format), (24, w_format)))
     x, w, seen = x.astype(dtype), w.astype(dtype), []
     kernel = dispatch._kernel("cuda", dispatch._pallas_gpu, interpret=True)
     spied = kernel._replace(compute=lambda x, *rest: seen.append(x) or kernel.compute(x, *rest))
@@ -183,10 +183,12 @@ def test_explains(getkey):
         eqq.matmul(eqq.quantize(jnp.ones((4, 64)), "int4"), w.array.T, implementation="cpu_int8")
 
 
-@pytest.mark.parametrize("of_x", [eqq.Int8(), eqq.Int8(symmetric=False)])
-@pytest.mark.parametrize("of_w", [eqq.Int8(), eqq.Int8(symmetric=False), eqq.Int4(None), eqq.Int4(64, symmetric=False)])
-def test_a_single_row_does_not_widen_the_weight(getkey, of_x, of_w):
-    w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (512, 256)), of_w), of_x)
+@pytest.mark.parametrize("x_format", [eqq.Int8(), eqq.Int8(symmetric=False)])
+@pytest.mark.parametrize(
+    "w_format", [eqq.Int8(), eqq.Int8(symmetric=False), eqq.Int4(None), eqq.Int4(64, symmetric=False)]
+)
+def test_a_single_row_does_not_widen_the_weight(getkey, x_format, w_format):
+    w = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (512, 256)), w_format), x_format)
     product = jax.jit(ft.partial(eqq.matmul, implementation="xla"))
     text = product.lower(jnp.ones((1, 256)), w.T).compile().as_text()
     wide = re.findall(r"= [sf]32\[([\d,]+)\]", text)
@@ -226,16 +228,16 @@ def test_gradients_pass_straight_through(getkey):
     np.testing.assert_allclose(dy, jnp.sum(expected * t), rtol=1e-4)
     np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(a @ x))))(x), expected, rtol=1e-4, atol=1e-5)
     # The gradient of the weight is the one for the inputs that it was multiplied with.
-    of_w = eqq.filter_grad(lambda a: jnp.sum(jnp.sin(x @ a.T)))(a).array
+    w_grad = eqq.filter_grad(lambda a: jnp.sum(jnp.sin(x @ a.T)))(a).array
     inputs = DynamicRows(x, eqq.Int8()).dequantize()
-    np.testing.assert_allclose(of_w, jnp.cos(x @ a.T).T @ inputs, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(w_grad, jnp.cos(x @ a.T).T @ inputs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("of_x", ["int8", "fp8"])
-def test_rows_that_are_not_finite(getkey, of_x, static):
+@pytest.mark.parametrize("x_format", ["int8", "fp8"])
+def test_rows_that_are_not_finite(getkey, x_format, static):
     q = eqq.quantize(weights(getkey(), (24, 96)), "int8")
-    a = eqq.arrays.ActivationQuantizedArray(q, of_x, *([0.1] if static else []))
+    a = eqq.ActivationQuantizedArray(q, x_format, *([0.1] if static else []))
     x = weights(getkey(), (4, 96)).at[0, 3].set(jnp.nan).at[1, 4].set(jnp.inf).at[2].set(0)
     y = np.asarray(x @ a.T)
     assert np.isnan(y[:2]).all() and (y[2] == 0).all() and np.isfinite(y[3]).all()
@@ -417,8 +419,8 @@ def test_training(getkey, model):
     simulated = eqq.quantize_tree(model, "int4", activations="int8", simulate=True)
     q = eqq.finalize(simulated)
     np.testing.assert_allclose(jax.vmap(simulated)(x), jax.vmap(q)(x), rtol=1e-5, atol=1e-6)
-    of_masters = eqx.filter_grad(loss)(simulated, x).layers[0].weight.array.master
-    np.testing.assert_allclose(of_masters, eqq.filter_grad(loss)(q, x).layers[0].weight.array, rtol=1e-4, atol=1e-6)
+    master_grad = eqx.filter_grad(loss)(simulated, x).layers[0].weight.array.master
+    np.testing.assert_allclose(master_grad, eqq.filter_grad(loss)(q, x).layers[0].weight.array, rtol=1e-4, atol=1e-6)
     optim = eqq.float_masters(optax.sgd(0.1))
     state, start = optim.init(q), loss(q, x)
 
@@ -497,8 +499,10 @@ def test_functions_of_quax_round_both_operands(getkey, model):
     loss = lambda m: jnp.mean(jnp.square(jax.vmap(m)(x)))
     trained = eqq.quantize_tree(model, "int4", activations="int8", simulate=True)
     grads = eqx.filter_grad(lambda m: eqq.quaxify(loss)(m))(trained)
-    for of_quax, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(eqx.filter_grad(loss)(trained)), strict=True):
-        np.testing.assert_allclose(of_quax, expected, rtol=1e-4, atol=1e-6)
+    for quax_grad, expected in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(eqx.filter_grad(loss)(trained)), strict=True
+    ):
+        np.testing.assert_allclose(quax_grad, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [eqq.arrays.RotatedArray, eqq.arrays.ScaledArray, eqq.arrays.PermutedArray])
@@ -608,9 +612,9 @@ def test_static_scales_of_a_stack(getkey):
     q = eqq.quantize_tree(layers, "int8", activations=stats)
     assert q.weight.scale.shape == (3,)
     assert relative(apply(layers, x), apply(q, x)) < 0.05
-    of_layer = jax.tree.map(lambda a: a[1], q.weight)
-    assert of_layer.scale == q.weight.scale[1]
-    np.testing.assert_allclose((q.weight @ x.T)[1], of_layer @ x.T, rtol=1e-6)
+    second_layer = jax.tree.map(lambda a: a[1], q.weight)
+    assert second_layer.scale == q.weight.scale[1]
+    np.testing.assert_allclose((q.weight @ x.T)[1], second_layer @ x.T, rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [None, "tensor"])
@@ -671,8 +675,8 @@ def test_static_scales_inside_the_product(getkey, format):
 def test_beside_the_float_model(getkey, static):
     """The weights have the paths that they have in the float model."""
     model, x = eqx.nn.MLP(32, 8, 64, 1, key=getkey()), [weights(getkey(), (16, 32)) for _ in range(5)]
-    of_inputs = eqq.calibrate.collect_stats(model, x) if static else "int8"
-    q = eqq.quantize_tree(model, eqq.Int2(), activations=of_inputs)
+    activations = eqq.calibrate.collect_stats(model, x) if static else "int8"
+    q = eqq.quantize_tree(model, eqq.Int2(), activations=activations)
     rows = eqq.analysis.compare_trees(model, q).leaves
     assert [row.path for row in rows] == ["layers.0.weight", "layers.1.weight"]
     plain = eqq.analysis.compare_trees(model, eqq.quantize_tree(model, eqq.Int2())).leaves
@@ -721,8 +725,8 @@ def test_layers_of_a_stack_meet_their_part_of_an_operand(getkey):
     layers = [jax.tree.map(lambda a, n=n: a[n], w) for n in range(3)]
     for shape in ((3, 3, 32, 5), (4, 3, 32, 5), (4, 1, 32, 5), (3, 32, 5), (1, 32, 5), (32, 5), (32,)):
         x = weights(getkey(), shape)
-        of_layer = lambda n, x=x: x if x.ndim < 3 else x[..., n % x.shape[-3], :, :]
-        expected = jnp.stack([layer @ of_layer(n) for n, layer in enumerate(layers)], -2 if x.ndim < 2 else -3)
+        take_layer = lambda n, x=x: x if x.ndim < 3 else x[..., n % x.shape[-3], :, :]
+        expected = jnp.stack([layer @ take_layer(n) for n, layer in enumerate(layers)], -2 if x.ndim < 2 else -3)
         np.testing.assert_allclose(w @ x, expected, rtol=1e-5, atol=1e-5)
         if x.ndim > 1:
             np.testing.assert_allclose(x.mT @ w.mT, expected.mT, rtol=1e-5, atol=1e-5)
@@ -792,14 +796,14 @@ def test_in_order(getkey, model):
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize(
-    ("of_x", "of_w", "wanted"), [("int8", "int8", "i8"), ("fp8", "fp8", "f8E4M3FN"), ("mxfp8", "mxfp4", "bf16")]
+    ("x_format", "w_format", "wanted"), [("int8", "int8", "i8"), ("fp8", "fp8", "f8E4M3FN"), ("mxfp8", "mxfp4", "bf16")]
 )
-def test_programs_for_accelerators(platform, of_x, of_w, wanted):
+def test_programs_for_accelerators(platform, x_format, w_format, wanted):
     """Without the hardware: the program multiplies small types, and holds no float copy of the weight."""
     shapes = jax.ShapeDtypeStruct((1024, 256), jnp.float32), jax.ShapeDtypeStruct((512, 256), jnp.float32)
     x, w = (
         jax.eval_shape(ft.partial(eqq.quantize, format=FORMATS[of]), s)
-        for of, s in zip((of_x, of_w), shapes, strict=True)
+        for of, s in zip((x_format, w_format), shapes, strict=True)
     )
     text = jax.jit(lambda x, w: x @ w.T).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
     dots = [line for line in text.splitlines() if "dot_general" in line]
@@ -899,13 +903,13 @@ def test_gradients_of_convolutions(getkey, format):
     simulated = eqq.quantize_tree({"w": weight}, format, axis=(1, 2, 3), simulate=True)["w"]
     w = eqq.arrays.ActivationQuantizedArray(simulated, "int8", scale, learn_scale=True)
     f = lambda w, x: jnp.sum(eqq.quaxify(convolved)(x, w) * dy)
-    of_w, of_x = eqx.filter_jit(jax.grad(f, (0, 1), allow_int=True))(w, x)
+    w_grad, x_grad = eqx.filter_jit(jax.grad(f, (0, 1), allow_int=True))(w, x)
     inside = (x / scale >= -128.5) & (x / scale <= 127.5)
     rounded = jnp.clip(jnp.round(x / scale), -128, 127) * scale
     dw, dx = jax.vjp(lambda w, x: convolved(x, w), w.dequantize(), rounded)[1](dy)
     close = ft.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     assert not inside.all()
-    close(of_w.array.master, dw)
-    close(of_x, jnp.where(inside, dx, 0))
+    close(w_grad.array.master, dw)
+    close(x_grad, jnp.where(inside, dx, 0))
     slope = rounded - jnp.where(inside, x, 0)
-    close(of_w.log_factor, jnp.sum(dx * slope) / np.sqrt(4 * 36 * 128))
+    close(w_grad.log_factor, jnp.sum(dx * slope) / np.sqrt(4 * 36 * 128))

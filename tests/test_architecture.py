@@ -164,6 +164,64 @@ def test_length_and_docstring(path):
         assert ast.get_docstring(ast.parse(text)), "a module says what it is"
 
 
+# Names
+
+
+def class_names():
+    """The classes at the top of each module of the package, the benchmarks and the tests: `(name, path)`."""
+    for folder in ("eqquant", "benchmarks", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    yield node.name, path.relative_to(ROOT)
+
+
+# Small models that several tests define for themselves; the tiles of a kernel; a range and a method of one rule.
+SHARED_CLASS_NAMES = {"Block", "Layer", "Model", "Net", "Stacked", "Config", "MSE", "_Observer"}
+
+
+def test_a_class_name_stands_in_one_module():
+    places = {}
+    for name, path in class_names():
+        places.setdefault(name, set()).add(str(path))
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED_CLASS_NAMES} == {}
+
+
+def identifiers(path):
+    """The names that a file defines: variables, arguments, functions, classes, attributes and fields."""
+    for node in tree_of(path):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+
+
+def test_no_name_begins_with_of():
+    """A name says what it holds: `x_axes`, not the axes "of x"."""
+    folders = ("eqquant", "eqquant_cli", "benchmarks", "examples", "tests", "tools")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = {f"{path.name}: {name}" for path in paths for name in identifiers(path) if re.match(r"_?of_[a-z]", name)}
+    assert found == set()
+
+
+# Rooms whose docstrings are not yet held to this.
+LONG_FIRST_LINES = {"_compat", "_errors", "_export", "_matmul", "_mesh", "_program", "_report", "_training", "_tree"}
+LONG_FIRST_LINES |= {"_types", "_wrappers", "analysis", "calibrate", "reference"}
+
+
+def test_the_first_line_of_a_docstring_is_short(path):
+    """One sentence under 90 characters, then a blank line: an editor shows nothing more."""
+    if name_of(path).split(".")[0] in LONG_FIRST_LINES:
+        return
+    documented = [n for n in tree_of(path) if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.Module)]
+    firsts = [line for node in documented for line in (ast.get_docstring(node) or "").splitlines()[:1]]
+    assert [line for line in firsts if len(line) >= 90] == []
+
+
 # What is public
 
 

@@ -39,7 +39,7 @@ def found(where):
 def test_an_error_while_writing_leaves_the_old_file(path):
     eqq.save(path, {"w": jnp.ones(2)})
     with pytest.raises(RuntimeError, match="no more"):
-        with _atomic.replacing(path) as f:
+        with _atomic.open_replacement(path) as f:
             f.write(b"half")
             raise RuntimeError("no more")
     assert list(path.parent.iterdir()) == [path]
@@ -141,20 +141,20 @@ def test_other_processes_read_and_write_at_the_same_time(tmp_path, monkeypatch):
     assert found(folder) == {3.0}
     save(folder, 4.0)
     assert found(folder) == {4.0} and len(list(folder.iterdir())) == 3
-    during(monkeypatch, _save, "replacing", lambda: save(folder, 5.0))  # between the shards and the index
+    during(monkeypatch, _save, "open_replacement", lambda: save(folder, 5.0))  # between the shards and the index
     save(folder, 6.0)
     assert found(folder) == {6.0}
 
 
 def test_another_process_makes_the_folder(tmp_path, monkeypatch):
     folder, message = tmp_path / "model", "Another process made this folder meanwhile"
-    during(monkeypatch, _save, "replacing", lambda: save(folder, 2.0))
+    during(monkeypatch, _save, "open_replacement", lambda: save(folder, 2.0))
     with pytest.raises(FileExistsError, match=message):
         save(folder, 1.0)
     assert found(folder) == {2.0}
     save(folder, 3.0)
     assert found(folder) == {3.0}
     other = tmp_path / "other"
-    with pytest.raises(FileExistsError, match=message), _atomic.making(other):
+    with pytest.raises(FileExistsError, match=message), _atomic.make_folder(other):
         during(monkeypatch, os, "replace", lambda: save(other, 4.0))  # between a look for the folder and its name
     assert found(other) == {4.0} and sorted(tmp_path.iterdir()) == [folder, other]

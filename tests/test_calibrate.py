@@ -220,9 +220,9 @@ def test_zeros_and_extremes(calibrator):
     assert (float(zeros.scale), int(zeros.zero_point)) == (0, 0)
     assert zeros.quantize(jnp.zeros((4,))).dequantize().tolist() == [0] * 4
     x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    of_x = calibrator().update(x).result()
+    x_range = calibrator().update(x).result()
     for size in np.float32([1e-30, 1e30, 5e37]):
-        close(np.asarray(calibrator().update(x * size).result().scale) / size, of_x.scale, 1 / 64)
+        close(np.asarray(calibrator().update(x * size).result().scale) / size, x_range.scale, 1 / 64)
 
 
 def test_dtypes(calibrator):

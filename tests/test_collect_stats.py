@@ -235,8 +235,8 @@ def test_how_outputs_depend_on_lookups():
     # With one output, each gradient is the row of the linear layer, up to its sign, once for each lookup.
     outer = np.outer(*[np.asarray(model.linear.weight[0], np.float64)] * 2)
     assert leaf.looked_up and int(leaf.rows) in (5, 6) and "depend on it" in leaf.note
-    of_three = leaf.gram * int(leaf.rows) / outer
-    assert np.ptp(of_three) < 1e-4 and np.isclose(of_three.mean(), [5, 9], atol=1e-4).any()  # 3 + (0 or 4) + 2
+    three_layers = leaf.gram * int(leaf.rows) / outer
+    assert np.ptp(three_layers) < 1e-4 and np.isclose(three_layers.mean(), [5, 9], atol=1e-4).any()  # 3 + (0 or 4) + 2
     close(leaf.second_moment, np.diagonal(leaf.gram))
     assert collect_stats(model, data, lookups=True)["embedding.weight"].gram is None
 

@@ -122,8 +122,18 @@ def to_gguf(folder):
 
 def test_tokenizers_for_llama_cpp(folder):
     out = to_gguf(folder)
-    of_layer = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
-    assert set(out) == {"token_embd.weight", "output_norm.weight", *(f"blk.0.{name}.weight" for name in of_layer)}
+    layer_names = (
+        "attn_norm",
+        "attn_q",
+        "attn_k",
+        "attn_v",
+        "attn_output",
+        "ffn_norm",
+        "ffn_gate",
+        "ffn_up",
+        "ffn_down",
+    )
+    assert set(out) == {"token_embd.weight", "output_norm.weight", *(f"blk.0.{name}.weight" for name in layer_names)}
     assert out["output_norm.weight"].dtype == "float32" and out.metadata["llama.attention.head_count_kv"] == 2
     np.testing.assert_array_equal(out["blk.0.attn_q.weight"][:4, 0], np.array([0, 16, 1, 17]) * 64)
     (folder / "tokenizer.json").write_text(json.dumps(BYTES))

@@ -78,16 +78,18 @@ def test_steps_against_numpy(operands, format, kinds):
         now = magnitudes(scaled[0], before, scaled[1])
         largest = np.where(history.max(0) > 0, history.max(0) * np.float32(2**0.5), now)
         model, state, (y, dx, grads) = step(model, state, *scaled)
-        of_x, of_w, of_dy = (rounded(*a) for a in zip((scaled[0], before, scaled[1]), kinds, largest, strict=True))
-        close(y, of_x, of_w)
-        close(dx, of_dy, of_w.T)
-        close(grads["w"].array, of_dy.T, of_x.T)
+        rounded_x, rounded_w, rounded_dy = (
+            rounded(*a) for a in zip((scaled[0], before, scaled[1]), kinds, largest, strict=True)
+        )
+        close(y, rounded_x, rounded_w)
+        close(dx, rounded_dy, rounded_w.T)
+        close(grads["w"].array, rounded_dy.T, rounded_x.T)
         np.testing.assert_array_equal(grads["w"].largest, now)
         history = np.stack([now, history[0]])
         np.testing.assert_array_equal(np.asarray(state.history["['w']"]), history.T)
         np.testing.assert_allclose(model["w"].largest, history.max(0) * np.float32(2**0.5), rtol=1e-6)
         np.testing.assert_allclose(model["w"].array, before - lr * np.asarray(grads["w"].array), rtol=1e-5, atol=1e-6)
-        assert n == 0 or (np.abs(of_x).max() < now[0] * 0.99) == (factor == 3.0)  # clipped where it grew
+        assert n == 0 or (np.abs(rounded_x).max() < now[0] * 0.99) == (factor == 3.0)  # clipped where it grew
 
 
 def test_values_beyond_the_largest_are_clipped(operands):
@@ -148,8 +150,8 @@ def test_examples_have_the_largest_of_all(operands):
 
     for function in (by_examples, in_pieces, with_a_rule):
         np.testing.assert_array_equal(seen(function, model, x, dy), expected)
-    of_each = jax.vmap(lambda x, dy: seen(product, model, x[None], dy[None]))(x, dy)
-    np.testing.assert_array_equal(of_each, np.broadcast_to(expected, (20, 3)))
+    each_example = jax.vmap(lambda x, dy: seen(product, model, x[None], dy[None]))(x, dy)
+    np.testing.assert_array_equal(each_example, np.broadcast_to(expected, (20, 3)))
 
 
 def test_each_model_has_its_own(operands):
@@ -157,15 +159,15 @@ def test_each_model_has_its_own(operands):
     x, _, _ = operands
     stack = weights(jr.key(7), (3, 40, 40)) / 6
 
-    def of_model(model, x):
+    def model_loss(model, x):
         return jnp.sum(jnp.tanh(jax.vmap(lambda x: model["w"] @ x)(x)) ** 2)
 
     models = delayed(stack)
-    together = jax.vmap(jax.grad(of_model), (0, None))(models, x)["w"].largest
-    each = [jax.grad(of_model)(delayed(w), x)["w"].largest for w in stack]
+    together = jax.vmap(jax.grad(model_loss), (0, None))(models, x)["w"].largest
+    each = [jax.grad(model_loss)(delayed(w), x)["w"].largest for w in stack]
     np.testing.assert_allclose(together, np.stack(each), rtol=1e-6)
 
-    def of_layers(models, x, wrap=lambda f: f):
+    def scan_loss(models, x, wrap=lambda f: f):
         layer = lambda x, model: (jnp.tanh(wrap(lambda x: jax.vmap(lambda x: model["w"] @ x)(x))(x)), None)
         return jnp.sum(jax.lax.scan(layer, x, models)[0] ** 2)
 
@@ -177,24 +179,24 @@ def test_each_model_has_its_own(operands):
     separate = jax.jit(jax.grad(unrolled))([delayed(w) for w in stack], x)
     expected = np.stack([model["w"].largest for model in separate])
     for wrap in (lambda f: f, jax.checkpoint):
-        np.testing.assert_allclose(seen(of_layers, models, x, wrap), expected, rtol=1e-5)
-        in_parts = lambda models, x: jnp.sum(jax.vmap(lambda x: of_layers(models, x, wrap))(x.reshape(4, 5, 40)))
+        np.testing.assert_allclose(seen(scan_loss, models, x, wrap), expected, rtol=1e-5)
+        in_parts = lambda models, x: jnp.sum(jax.vmap(lambda x: scan_loss(models, x, wrap))(x.reshape(4, 5, 40)))
         np.testing.assert_allclose(seen(in_parts, models, x), expected, rtol=1e-5)
 
 
 def test_stacks_in_one_product(operands):
     x, _, _ = operands
     stack = weights(jr.key(7), (3, 24, 40))
-    models, of_w = delayed(stack), magnitudes(*stack)
-    of_each = np.stack([np.broadcast_to(magnitudes(x), 3), of_w, np.ones(3)], axis=-1)
-    np.testing.assert_array_equal(seen(lambda m: jnp.sum(x @ m["w"].mT), models), of_each)
-    np.testing.assert_array_equal(seen(lambda m: jnp.sum(m["w"] @ x.T), models), of_each)
+    models, w_amax = delayed(stack), magnitudes(*stack)
+    expected = np.stack([np.broadcast_to(magnitudes(x), 3), w_amax, np.ones(3)], axis=-1)
+    np.testing.assert_array_equal(seen(lambda m: jnp.sum(x @ m["w"].mT), models), expected)
+    np.testing.assert_array_equal(seen(lambda m: jnp.sum(m["w"] @ x.T), models), expected)
     einsum = lambda m: jnp.sum(eqq.quaxify(lambda w: jnp.einsum("lok,bk->blo", w, x))(m["w"]))
-    np.testing.assert_array_equal(seen(einsum, models), of_each)
+    np.testing.assert_array_equal(seen(einsum, models), expected)
     # One product of all, which share a scale.
-    of_all = np.broadcast_to(magnitudes(x, of_w, 1), (3, 3))
+    shared = np.broadcast_to(magnitudes(x, w_amax, 1), (3, 3))
     merged = lambda m: jnp.sum(x @ m["w"].transpose(2, 0, 1).reshape(40, -1))
-    np.testing.assert_array_equal(seen(merged, models), of_all)
+    np.testing.assert_array_equal(seen(merged, models), shared)
 
 
 def test_several_uses_add_up(operands):
@@ -248,12 +250,12 @@ def test_the_wrapped_optimizer_sees_no_magnitudes(operands):
     model = delayed(w, "int8")
     chain = lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1))
     optim, alone = eqq.delayed_scaling(chain()), chain()
-    state, of_alone = optim.init(model), alone.init({"w": w})
+    state, alone_state = optim.init(model), alone.init({"w": w})
     with jax.numpy_dtype_promotion("standard"):
         for factor in (1, 10):
             grads = jax.grad(product)(model, factor * x, dy)
             updates, state = optim.update(grads, state, model)
-            expected, of_alone = alone.update(bare(grads), of_alone, bare(model))
+            expected, alone_state = alone.update(bare(grads), alone_state, bare(model))
             model = optax.apply_updates(model, updates)
             np.testing.assert_array_equal(updates["w"].array, expected["w"])
     np.testing.assert_allclose(model["w"].largest[0], 10 * magnitudes(x)[0], rtol=1e-6)

@@ -67,7 +67,7 @@ def test_scales_that_are_quantized_stay(setting):
     assert not jnp.array_equal(found[0].bias, q[0].bias)
 
 
-class Residual(eqx.Module):
+class ResidualLayer(eqx.Module):
     linear: eqx.nn.Linear
 
     def __call__(self, x, *, key=None):
@@ -81,7 +81,7 @@ def run_layer(layer, x):
 def test_blocks(capsys):
     """Blocks learn in turn, from what those before them became; what is no block stays as it is."""
     linear = lambda n: eqx.nn.Linear(16, 16, key=jr.key(n))
-    model = eqx.nn.Sequential([linear(0), Residual(linear(1)), Residual(linear(2)), linear(3)])
+    model = eqx.nn.Sequential([linear(0), ResidualLayer(linear(1)), ResidualLayer(linear(2)), linear(3)])
     x, held_out = list(jr.normal(jr.key(4), (10, 32, 16))), jr.normal(jr.key(5), (256, 16))
     q = eqq.quantize_tree(model, eqq.Int2(16))
     blocks = [(lambda m, n=n: m[n], run_layer) for n in range(3)]

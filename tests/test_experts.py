@@ -43,8 +43,8 @@ def test_ragged_dot(getkey, name, axis):
     close(y, lax.ragged_dot(x, w.dequantize(), sizes))
     loss = lambda f: lambda x, w: jnp.sum(jnp.sin(f(x, w, sizes)))
     close(jax.grad(loss(run))(x, w), jax.grad(loss(lax.ragged_dot))(x, w.dequantize()))
-    of_weight = eqq.filter_grad(lambda w: loss(run)(x, w))(w)
-    close(of_weight, jax.grad(loss(lax.ragged_dot), 1)(x, w.dequantize()))
+    weight_grad = eqq.filter_grad(lambda w: loss(run)(x, w))(w)
+    close(weight_grad, jax.grad(loss(lax.ragged_dot), 1)(x, w.dequantize()))
 
 
 def test_other_layouts(getkey):

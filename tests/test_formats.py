@@ -358,7 +358,7 @@ def test_an_offset_is_added_last(getkey):
     x = weights(getkey(), (3, 100)) + 5
     for format in (eqq.formats.Q4_1(), eqq.formats.Q4_K(), eqq.formats.MLX(3, 32, "float32")):
         q = eqq.quantize(x, format)
-        spread = lambda of_blocks: np.repeat(np.asarray(of_blocks), format.block_size, axis=-1)[:, :100]
+        spread = lambda per_block: np.repeat(np.asarray(per_block), format.block_size, axis=-1)[:, :100]
         values = np.asarray(format.decode(eqq.unpack(q))) * spread(q.scale) + spread(q.offset)
         np.testing.assert_allclose(np.asarray(q.dequantize()), values, rtol=2e-7)
         assert q.offset.shape == q.scale.shape and q.zero_point is None

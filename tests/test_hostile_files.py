@@ -179,7 +179,7 @@ def manifest(change):
     return damage
 
 
-def of_leaf(**fields):
+def change_leaf(**fields):
     return manifest(lambda m: m["leaves"][0].update(fields))
 
 
@@ -195,33 +195,33 @@ NF4 = {"name": "NF4", "fields": {"block_size": 64, "double_quant": False, "scale
         (manifest(lambda m: m["leaves"].append(m["leaves"][0])), "'w' twice|use each tensor once"),
         (manifest(lambda m: m["leaves"].append({"path": "x", "keys": [], "tied_to": "y"})), "no leaf before it"),
         # None of these may take time or memory beyond the size of the file.
-        (of_leaf(shape=[10**4000] * 3000), "which no array can have"),
-        (of_leaf(keys=["k"] * 100_000), "100000 keys. It must have at most 500"),
-        (of_leaf(axis=[10**4000] * 100), "which it does not have"),
+        (change_leaf(shape=[10**4000] * 3000), "which no array can have"),
+        (change_leaf(keys=["k"] * 100_000), "100000 keys. It must have at most 500"),
+        (change_leaf(axis=[10**4000] * 100), "which it does not have"),
         (manifest(lambda m: m["leaves"].append({"path": "y", "keys": [], "tied_to": "w"})), "keys that nest"),
-        (of_leaf(within=3), "for `within`, which must be a str"),
+        (change_leaf(within=3), "for `within`, which must be a str"),
         (manifest(lambda m: m["leaves"].pop(0)), "'w.codes', which it does not mention"),
-        (of_leaf(shape=[2, 65]), "its tensors must be"),
-        (of_leaf(shape=[2, 2**70]), "no array can have"),
-        (of_leaf(axis=[0]), "which it does not have"),
-        (of_leaf(axis=[-1, -1]), "which it does not have"),
-        (of_leaf(axis="x"), "must be a list"),
-        (of_leaf(dtype="int8"), "quantized arrays are floating point"),
-        (of_leaf(dtype="O"), "which neither NumPy nor JAX has"),
-        (of_leaf(kind="pickle"), "the kind 'pickle'"),
-        (of_leaf(kind="array"), "its tensors must be"),
-        (of_leaf(format={**NF4, "name": "os.system"}), "the format 'os.system', which is not defined"),
-        (of_leaf(format={"name": "NF4", "fields": {"block_size": 64, "double_quant": False, "x": 1}}), "made"),
-        (of_leaf(format={"name": "NF4", "fields": {"block_size": -3, "double_quant": False}}), "does not take"),
-        (of_leaf(format={"name": "NF4", "fields": {**NF4["fields"], "block_size": 32}}), "its tensors must be"),
-        (of_leaf(format={"name": "FP8", "fields": {"kind": [], "block_size": None}}), "does not take|its tensors"),
-        (of_leaf(format={"name": "AbstractFormat", "fields": {}}), "not defined"),
-        (of_leaf(tensors={"codes": "w.codes", "scale_bits": "x"}), "a tensor that the file does not have"),
-        (of_leaf(tensors={"codes": "w.codes", "scale_bits": []}), "a tensor that the file does not have"),
-        (of_leaf(tensors={"codes": "w.codes"}), "its tensors must be"),
-        (of_leaf(kind="key", impl="x", dtype="key<fry>"), "JAX does not know"),
-        (of_leaf(kind="scalar", dtype="int", value="zz"), "no int"),
-        (of_leaf(kind="scalar", dtype="object", value="zz"), "the type 'object'"),
+        (change_leaf(shape=[2, 65]), "its tensors must be"),
+        (change_leaf(shape=[2, 2**70]), "no array can have"),
+        (change_leaf(axis=[0]), "which it does not have"),
+        (change_leaf(axis=[-1, -1]), "which it does not have"),
+        (change_leaf(axis="x"), "must be a list"),
+        (change_leaf(dtype="int8"), "quantized arrays are floating point"),
+        (change_leaf(dtype="O"), "which neither NumPy nor JAX has"),
+        (change_leaf(kind="pickle"), "the kind 'pickle'"),
+        (change_leaf(kind="array"), "its tensors must be"),
+        (change_leaf(format={**NF4, "name": "os.system"}), "the format 'os.system', which is not defined"),
+        (change_leaf(format={"name": "NF4", "fields": {"block_size": 64, "double_quant": False, "x": 1}}), "made"),
+        (change_leaf(format={"name": "NF4", "fields": {"block_size": -3, "double_quant": False}}), "does not take"),
+        (change_leaf(format={"name": "NF4", "fields": {**NF4["fields"], "block_size": 32}}), "its tensors must be"),
+        (change_leaf(format={"name": "FP8", "fields": {"kind": [], "block_size": None}}), "does not take|its tensors"),
+        (change_leaf(format={"name": "AbstractFormat", "fields": {}}), "not defined"),
+        (change_leaf(tensors={"codes": "w.codes", "scale_bits": "x"}), "a tensor that the file does not have"),
+        (change_leaf(tensors={"codes": "w.codes", "scale_bits": []}), "a tensor that the file does not have"),
+        (change_leaf(tensors={"codes": "w.codes"}), "its tensors must be"),
+        (change_leaf(kind="key", impl="x", dtype="key<fry>"), "JAX does not know"),
+        (change_leaf(kind="scalar", dtype="int", value="zz"), "no int"),
+        (change_leaf(kind="scalar", dtype="object", value="zz"), "the type 'object'"),
     ],
 )
 def test_manifests(path, damage, message):

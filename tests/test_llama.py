@@ -164,7 +164,7 @@ def test_sampling(generate):
     rows = jnp.repeat(logits, 200, axis=0)
     drawn = jax.jit(lambda key: [sampling(rows, key) for sampling in expected])(jr.key(0))
     for new, sets in zip(drawn, expected.values(), strict=True):
-        assert [set(of_row) for of_row in np.reshape(new, (2, 200)).tolist()] == sets
+        assert [set(row) for row in np.reshape(new, (2, 200)).tolist()] == sets
 
 
 def test_the_command(generate, tmp_path, capsys):

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._numerics.hashing import seed_of
+from eqquant._numerics.hashing import hash_values
 
 from .helpers import primitives, weights
 
@@ -109,9 +109,9 @@ def test_a_batch_of_weights(getkey):
         np.testing.assert_allclose(got, jnp.stack(expected), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jax.vmap(product)(w, x, dy)[0], together[0], rtol=1e-5, atol=1e-6)
     # One input for many weights, and per-example gradients.
-    of_one = jax.vmap(lambda w: eqq.arrays.LowPrecisionArray(w, "int8", "int8") @ x[0, 0])(w)
+    one_token = jax.vmap(lambda w: eqq.LowPrecisionArray(w, "int8", "int8") @ x[0, 0])(w)
     np.testing.assert_allclose(
-        of_one[1], eqq.arrays.LowPrecisionArray(w[1], "int8", "int8") @ x[0, 0], rtol=1e-5, atol=1e-6
+        one_token[1], eqq.LowPrecisionArray(w[1], "int8", "int8") @ x[0, 0], rtol=1e-5, atol=1e-6
     )
 
 
@@ -165,7 +165,7 @@ def test_stochastic_rounding(operands):
 def test_gradients_of_16_bits_seed_alike_rarely(operands):
     """Their lower halves are zeros in float32. What multiplies into `dx` and `dW` rounds otherwise, one a transpose."""
     many = jr.normal(jr.key(0), (2000, 4, 6), jnp.bfloat16)
-    seeds = jax.jit(jax.vmap(seed_of))
+    seeds = jax.jit(jax.vmap(hash_values))
     assert len(np.unique(seeds(many))) == len(many)
     row = jnp.swapaxes(many[:, :1], -1, -2)
     assert not (seeds(many) == seeds(jnp.swapaxes(many, -1, -2))).any()

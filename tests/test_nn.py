@@ -12,7 +12,7 @@ import eqquant as eqq
 from .helpers import assert_close, assert_same, primitives, weights
 
 
-class Case:
+class LayerCase:
     """A layer, one example of its input, and how many of its leaves are quantized."""
 
     def __init__(self, make, *shapes, count=1, call=None, tol=1e-5):
@@ -43,30 +43,32 @@ def convnet(key):
 attention = lambda layer, x: layer(x, x, x)
 masked = lambda layer, x: layer(x, x, x, mask=jnp.tril(jnp.ones((5, 5), bool)))
 CASES = {
-    "linear": Case(lambda key: nn.Linear(8, 4, key=key), (8,)),
-    "linear_no_bias": Case(lambda key: nn.Linear(70, 4, use_bias=False, key=key), (70,)),
-    "conv1d": Case(lambda key: nn.Conv1d(3, 4, 3, key=key), (3, 9)),
-    "conv2d": Case(lambda key: nn.Conv2d(3, 4, 3, padding="SAME", key=key), (3, 8, 8)),
-    "conv2d_groups": Case(lambda key: nn.Conv2d(4, 8, 3, stride=2, groups=2, key=key), (4, 8, 8)),
-    "conv2d_depthwise": Case(lambda key: nn.Conv2d(4, 4, 3, dilation=2, groups=4, key=key), (4, 8, 8)),
-    "conv2d_circular": Case(lambda key: nn.Conv2d(3, 4, 3, padding=1, padding_mode="CIRCULAR", key=key), (3, 8, 8)),
-    "conv3d": Case(lambda key: nn.Conv3d(2, 4, 3, use_bias=False, key=key), (2, 5, 5, 5)),
-    "conv_transpose1d": Case(lambda key: nn.ConvTranspose1d(3, 4, 3, key=key), (3, 9)),
-    "conv_transpose2d": Case(lambda key: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, key=key), (4, 5, 5)),
-    "conv_transpose3d": Case(lambda key: nn.ConvTranspose3d(2, 4, 2, key=key), (2, 4, 4, 4)),
-    "gru": Case(lambda key: nn.GRUCell(8, 9, key=key), (8,), (9,), count=2),
-    "lstm": Case(
+    "linear": LayerCase(lambda key: nn.Linear(8, 4, key=key), (8,)),
+    "linear_no_bias": LayerCase(lambda key: nn.Linear(70, 4, use_bias=False, key=key), (70,)),
+    "conv1d": LayerCase(lambda key: nn.Conv1d(3, 4, 3, key=key), (3, 9)),
+    "conv2d": LayerCase(lambda key: nn.Conv2d(3, 4, 3, padding="SAME", key=key), (3, 8, 8)),
+    "conv2d_groups": LayerCase(lambda key: nn.Conv2d(4, 8, 3, stride=2, groups=2, key=key), (4, 8, 8)),
+    "conv2d_depthwise": LayerCase(lambda key: nn.Conv2d(4, 4, 3, dilation=2, groups=4, key=key), (4, 8, 8)),
+    "conv2d_circular": LayerCase(
+        lambda key: nn.Conv2d(3, 4, 3, padding=1, padding_mode="CIRCULAR", key=key), (3, 8, 8)
+    ),
+    "conv3d": LayerCase(lambda key: nn.Conv3d(2, 4, 3, use_bias=False, key=key), (2, 5, 5, 5)),
+    "conv_transpose1d": LayerCase(lambda key: nn.ConvTranspose1d(3, 4, 3, key=key), (3, 9)),
+    "conv_transpose2d": LayerCase(lambda key: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, key=key), (4, 5, 5)),
+    "conv_transpose3d": LayerCase(lambda key: nn.ConvTranspose3d(2, 4, 2, key=key), (2, 4, 4, 4)),
+    "gru": LayerCase(lambda key: nn.GRUCell(8, 9, key=key), (8,), (9,), count=2),
+    "lstm": LayerCase(
         lambda key: nn.LSTMCell(8, 9, key=key), (8,), (9,), (9,), count=2, call=lambda c, x, h, s: c(x, (h, s))
     ),
-    "attention": Case(lambda key: nn.MultiheadAttention(2, 8, key=key), (5, 8), count=4, call=attention),
-    "attention_masked": Case(
+    "attention": LayerCase(lambda key: nn.MultiheadAttention(2, 8, key=key), (5, 8), count=4, call=attention),
+    "attention_masked": LayerCase(
         lambda key: nn.MultiheadAttention(2, 8, use_query_bias=True, key=key), (5, 8), count=4, call=masked
     ),
-    "mlp": Case(lambda key: nn.MLP(8, 4, 16, 3, key=key), (8,), count=4),
-    "mlp_scalar_out": Case(lambda key: nn.MLP(8, "scalar", 16, 1, key=key), (8,)),
-    "weight_norm": Case(lambda key: nn.WeightNorm(nn.Linear(8, 4, key=key), "weight"), (8,)),
-    "sequential": Case(sequential, (8,), count=2),
-    "convnet": Case(convnet, (3, 8, 8), count=4),
+    "mlp": LayerCase(lambda key: nn.MLP(8, 4, 16, 3, key=key), (8,), count=4),
+    "mlp_scalar_out": LayerCase(lambda key: nn.MLP(8, "scalar", 16, 1, key=key), (8,)),
+    "weight_norm": LayerCase(lambda key: nn.WeightNorm(nn.Linear(8, 4, key=key), "weight"), (8,)),
+    "sequential": LayerCase(sequential, (8,), count=2),
+    "convnet": LayerCase(convnet, (3, 8, 8), count=4),
 }
 
 

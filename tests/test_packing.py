@@ -70,8 +70,8 @@ def test_planes_of_segments(bits):
     codes = np.random.default_rng(0).integers(0, 2**bits, (2, 3 * segment)).astype(np.uint8)
     packed = packing.pack(jnp.asarray(codes), bits).reshape(2, 3, -1, 2, 32)
     for plane in range(planes):
-        of_plane = np.asarray(packing.unpack_plane(packed, plane, bits)).reshape(2, 3, 64)
-        np.testing.assert_array_equal(of_plane, codes.reshape(2, 3, planes, 64)[:, :, plane])
+        plane_codes = np.asarray(packing.unpack_plane(packed, plane, bits)).reshape(2, 3, 64)
+        np.testing.assert_array_equal(plane_codes, codes.reshape(2, 3, planes, 64)[:, :, plane])
 
 
 def test_layout_of_a_segment():

@@ -63,10 +63,10 @@ def test_tensor_parallel(getkey, mesh, format):
 def test_the_sum_is_scattered_where_the_result_is_divided(getkey, mesh):
     q, x = eqq.quantize(weights(getkey(), (N, K)), "nf4"), weights(getkey(), (M, K))
     row = put(x, mesh, P("data", "model")), put(q, mesh, P(None, "model"))
-    for spec, of_whole in ((P("data", "model"), 8), (P(("data", "model")), 8)):
+    for spec, parts in ((P("data", "model"), 8), (P(("data", "model")), 8)):
         f = jax.jit(product, out_shardings=NamedSharding(mesh, spec))
         [(kind, _, nbytes)] = collectives(product, *row, out_shardings=NamedSharding(mesh, spec))
-        assert kind == "reduce-scatter" and nbytes == 4 * M * N // of_whole
+        assert kind == "reduce-scatter" and nbytes == 4 * M * N // parts
         assert_close(f(*row), product(x, q))
 
 
@@ -96,12 +96,12 @@ def test_sharded_twice(getkey, mesh):
 def test_gradients(getkey, mesh, format):
     q, x = eqq.quantize(weights(getkey(), (N, K)), format), weights(getkey(), (M, K))
     loss = lambda x, q: jnp.sum(jnp.sin(x @ q.T))
-    of_x, of_q = jax.grad(loss)(x, q), eqq.filter_grad(lambda q: loss(x, q))(q)
+    x_grad, q_grad = jax.grad(loss)(x, q), eqq.filter_grad(lambda q: loss(x, q))(q)
     tangent = jax.jvp(lambda x: loss(x, q), (x,), (x,))[1]
     for on_x, on_q in ((P("data"), P("model")), (P("data", "model"), P(None, "model")), (P("data"), P("data"))):
         xs, qs = put(x, mesh, on_x), put(q, mesh, on_q)
-        assert_close(jax.jit(jax.grad(loss))(xs, qs), of_x, tol=1e-4)
-        assert_close(jax.jit(lambda q, x=xs: eqq.filter_grad(lambda q: loss(x, q))(q))(qs), of_q, tol=1e-4)
+        assert_close(jax.jit(jax.grad(loss))(xs, qs), x_grad, tol=1e-4)
+        assert_close(jax.jit(lambda q, x=xs: eqq.filter_grad(lambda q: loss(x, q))(q))(qs), q_grad, tol=1e-4)
         assert_close(jax.jit(lambda x, q=qs: jax.jvp(lambda x: loss(x, q), (x,), (x,))[1])(xs), tangent, tol=1e-2)
     # The gradient of a column parallel product is a row parallel one.
     dy = put(weights(getkey(), (M, N)), mesh, P("data", "model"))

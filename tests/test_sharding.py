@@ -212,8 +212,8 @@ def test_tree_shardings(getkey):
     for x, s in zip(*map(jtu.tree_leaves, (sharded, eqq.tree_shardings(sharded))), strict=False):
         assert not eqx.is_array(x) or x.sharding == s
     shapes = eqx.filter_eval_shape(lambda: eqq.quantize_tree(model, "nf4"))
-    of_shapes = eqq.tree_shardings(shapes, rules).layers[0].weight
-    assert [s.spec for s in jtu.tree_leaves(of_shapes)] == [P("model", None)] * 2
+    shardings = eqq.tree_shardings(shapes, rules).layers[0].weight
+    assert [s.spec for s in jtu.tree_leaves(shardings)] == [P("model", None)] * 2
     # `jit` takes them.
     same = jax.jit(lambda a: a, in_shardings=(wanted,), out_shardings=wanted)(moved)
     assert_same_bits(same, arrays)

@@ -314,7 +314,7 @@ def test_gradients_of_learned_scales(getkey):
     simulated = eqx.tree_at(lambda s: s.log_factor, simulated, simulated.log_factor - 0.5)  # so that some values clip
     quantizing = eqq.arrays.ActivationQuantizedArray(simulated, eqq.Int8(symmetric=False), 0.01, 100, learn_scale=True)
     f = lambda pair: jnp.sum(pair[1] @ pair[0].T * dy)
-    of_w, of_x = eqx.filter_jit(eqx.filter_grad(f))((quantizing, x))
+    w_grad, x_grad = eqx.filter_jit(eqx.filter_grad(f))((quantizing, x))
 
     def rounded(v, scale, low, high):
         inside = (v / scale >= low - 0.5) & (v / scale <= high + 0.5)
@@ -329,10 +329,10 @@ def test_gradients_of_learned_scales(getkey):
     dw = (np.asarray(dy, np.float64).T @ x_hat).reshape(v.shape)
     dx = np.asarray(dy, np.float64) @ w_hat.reshape(4, 64)
     close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-    close(of_w.array.master, np.where(w_inside, dw, 0).reshape(4, 64))
-    close(of_x, np.where(x_inside, dx, 0))
-    close(of_w.array.log_factor, (dw * w_slope).sum(-1) / np.sqrt(32 * 8))
-    close(of_w.log_factor, (dx * x_slope).sum() / np.sqrt(64 * 255))
+    close(w_grad.array.master, np.where(w_inside, dw, 0).reshape(4, 64))
+    close(x_grad, np.where(x_inside, dx, 0))
+    close(w_grad.array.log_factor, (dw * w_slope).sum(-1) / np.sqrt(32 * 8))
+    close(w_grad.log_factor, (dx * x_slope).sum() / np.sqrt(64 * 255))
 
 
 def test_a_static_scale_passes_no_gradient_to_what_it_clips(getkey):
@@ -354,8 +354,8 @@ def test_training_with_learned_scales(getkey, static):
         layer = lambda x, arrays: (jnp.tanh(jax.vmap(eqx.combine(arrays, other))(x)), None)
         return jax.lax.scan(layer, x, arrays)[0]
 
-    of_inputs = eqq.calibrate.collect_stats(model, [x], apply=apply) if static else "int8"
-    options = {"activations": of_inputs, "simulate": True}
+    activations = eqq.calibrate.collect_stats(model, [x], apply=apply) if static else "int8"
+    options = {"activations": activations, "simulate": True}
     simulated = eqq.quantize_tree(model, "int4", learn_scales=True, **options)
     fixed = eqq.quantize_tree(model, "int4", **options)
     loss = lambda model: jnp.mean(jnp.square(apply(model, x) - t))

@@ -76,7 +76,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
     # subscript.
     def __class_getitem__(cls, format: object) -> type:
         narrow = isinstance(format, type) and format is not Any  # `Any` is a class since Python 3.11
-        return _narrowed(format) if narrow else super().__class_getitem__(format)  # pyright: ignore[reportAttributeAccessIssue]
+        return _narrow(format) if narrow else super().__class_getitem__(format)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def dtype(self) -> np.dtype:
@@ -107,7 +107,10 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         return _dequantize(self)
 
     def transpose(self, *axes: int | Sequence[int] | None) -> "QuantizedArray":
-        """Permutes the logical axes. Only relabels the quantized axes; permutes the others in memory."""
+        """Permutes the logical axes.
+
+        Only relabels the quantized axes; permutes the others in memory.
+        """
         order = as_permutation(axes, self.ndim)
         quantized = [a + self.ndim for a in as_axes(self.axis)]
         batch = [a for a in range(self.ndim) if a not in quantized]
@@ -129,7 +132,10 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         return dataclasses.replace(self, logical_dtype=jax.dtypes.canonicalize_dtype(dtype))
 
     def reshape(self, *shape: int | Sequence[int], order: str = "C", **kwargs: Any) -> "QuantizedArray | Array":
-        """Reshapes. Stays quantized unless that mixes a quantized axis with another axis; then the result is dense."""
+        """Reshapes the logical array.
+
+        Stays quantized unless that mixes a quantized axis with another axis; then the result is dense.
+        """
         new = tuple(int(d) for d in flatten_arguments(shape))
         if new.count(-1) == 1 and math.prod(d for d in new if d != -1) > 0:
             new = tuple(self.size // math.prod(d for d in new if d != -1) if d == -1 else d for d in new)
@@ -145,7 +151,10 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         )
 
     def __getitem__(self, index: Index) -> Array:
-        """Returns dense values. Dequantizes only the selected rows if the index keeps the quantized axes whole."""
+        """Returns dense values.
+
+        Dequantizes only the selected rows if the index keeps the quantized axes whole.
+        """
         parts = index if isinstance(index, tuple) else (index,)
         split = self._split_index(parts)
         if split is None:
@@ -158,7 +167,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
             return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
 
     def with_sharding(self, sharding: Any) -> "QuantizedArray":
-        """Moves the array to `sharding`, a sharding of the logical array; under `jit`, constrains it.
+        """Moves the array to a sharding of the logical array; under `jit`, constrains it.
 
         The shardings of codes, scales and zero points follow from it. The quantized axis can be divided only between
         blocks and packed segments: of 128 codes of 4 bits, 256 of 2 bits, 512 of 1 bit. A scale that covers more than
@@ -172,8 +181,8 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
 
         **Arguments:**
 
-        - `sharding`: a `NamedSharding`; or a `PartitionSpec`, on the mesh of the array, or else that of `jax.set_mesh`.
-            `None` forgets the sharding, and moves nothing.
+        - `sharding`: a `NamedSharding`; or a `PartitionSpec`, on the mesh of the array, or else on the mesh of
+            `jax.set_mesh`. `None` forgets the sharding, and moves nothing.
 
         **Returns:**
 
@@ -216,7 +225,10 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         return self.with_sharding(as_named(PartitionSpec(*entries), NamedSharding(mesh, PartitionSpec())))
 
     def delete(self) -> None:
-        """Frees the memory of the array now. Neither it nor any array that shares the memory can be used afterwards."""
+        """Frees the memory of the array now.
+
+        Neither it nor any array that shares the memory can be used afterwards.
+        """
         for leaf in jtu.tree_leaves(self):
             leaf.delete()
 
@@ -245,7 +257,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         """For products: dense ones are plain."""
 
     def _split_of(self, new: tuple[int, ...]) -> int | None:
-        """Returns where the shape `new` divides into batch and quantized axes without moving memory, or `None`."""
+        """Returns where `new` splits into batch and quantized axes, or `None` if memory would move."""
         batch = self.codes.shape[:-1]
         if not is_in_order(self) or math.prod(new) != self.size:
             return None
@@ -255,7 +267,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         return None
 
     def _split_index(self, index: tuple[Index, ...]) -> tuple[tuple[Index, ...], tuple[Index, ...]] | None:
-        """Splits an index into a part for the batch axes and slices for the quantized ones, or returns `None`."""
+        """Splits an index into one of the batch axes and slices of the quantized axes, or `None`."""
         if not is_in_order(self):
             return None
         consumed = [0 if i is None or i is Ellipsis else _index_rank(i) for i in index]
@@ -282,7 +294,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
 
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Array:
-    # XLA on CPU fuses the decoding of bytes with what follows, so there kernels gain nothing.
+    # XLA on CPU fuses the decoding of bytes with the next operation, so kernels gain nothing there.
     dense = dense_rows(q) if q.format.bits == 8 else bind_dequantize(in_memory_order(q))
     if q.gradient_of is not None:
         dense = value_of(dense, gradient_of=q.gradient_of.astype(q.dtype))
@@ -290,7 +302,7 @@ def _dequantize(q: QuantizedArray) -> Array:
 
 
 @ft.cache
-def _narrowed(format_type: type[AbstractFormat]) -> type:
+def _narrow(format_type: type[AbstractFormat]) -> type:
     class Narrowed(type):
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, QuantizedArray) and isinstance(instance.format, format_type)

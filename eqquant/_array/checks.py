@@ -1,4 +1,4 @@
-"""Checks of what a caller passes: arrays, axes, dtypes, methods, scales."""
+"""Checks of arguments: arrays, axes, dtypes, methods, scales."""
 
 import dataclasses
 import functools as ft
@@ -57,7 +57,7 @@ def as_method(method: object) -> AbstractMethod:
     for field in dataclasses.fields(method):
         if field.metadata.get("static", False):
             continue
-        # A mapping holds statistics by path, of which `for_leaf` picks those of a leaf.
+        # A mapping holds statistics by path; `for_leaf` takes the statistics of one leaf.
         for leaf in jtu.tree_leaves(getattr(method, field.name), is_leaf=is_mapping):
             if not is_mapping(leaf) and not eqx.is_array_like(leaf):
                 raise TypeError(
@@ -92,7 +92,10 @@ def _method_of_name(name: str) -> AbstractMethod:
 
 
 def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> tuple[Any, tuple[int, ...]]:
-    """Returns `x` as a JAX array (or struct) and `axis` as negative numbers. Errors call the array `name`."""
+    """Returns `x` as a JAX array (or struct), and `axis` as negative numbers.
+
+    Errors call the array `name`.
+    """
     if isinstance(x, QuantizedArray):
         raise TypeError(f"{name} is already quantized, to {x.format}. Call `dequantize` first to quantize it again.")
     x = as_one_array(x, name, "eqq.quantize_tree")
@@ -116,7 +119,7 @@ def _check_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
 
 
 def as_one_array(x: Any, name: str, for_trees: str) -> Any:
-    """Returns `x` as a JAX array (or struct). For anything else, raises and suggests `for_trees`."""
+    """Returns `x` as a JAX array (or struct), or raises and suggests `for_trees`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     if isinstance(x, np.ndarray) and (x.dtype.kind in "OSU" or x.dtype.names):
@@ -127,11 +130,16 @@ def as_one_array(x: Any, name: str, for_trees: str) -> Any:
     try:
         return as_jax_array(x)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be one array. Got {described(x)}. For a model, call `{for_trees}`.") from None
+        raise TypeError(
+            f"{name} must be one array. Got {describe_argument(x)}. For a model, call `{for_trees}`."
+        ) from None
 
 
 def as_jax_array(x: Any) -> Array:
-    """Returns `x` as a JAX array. Converts what JAX refuses of NumPy's: other byte orders, and extended precision."""
+    """Returns `x` as a JAX array.
+
+    Converts dtypes of NumPy that JAX refuses: other byte orders, and extended precision.
+    """
     if isinstance(x, np.ndarray):
         x = np.asarray(x)  # a masked array without a mask too
         if x.dtype == np.longdouble:
@@ -160,7 +168,7 @@ def how_to_get_one(x: object) -> str:
     return "`eqq.quantize` makes one."
 
 
-def described(x: object) -> str:
+def describe_argument(x: object) -> str:
     """Describes `x` in a few words, since a model prints as a page."""
     if isinstance(x, AbstractArrayValue):
         return f"a {type(x).__name__}"
@@ -184,7 +192,7 @@ def check_finite(x: Array, name: str = "`x`") -> None:
 
 
 def is_known_not_finite(x: Array) -> bool:
-    """Returns whether an array holds a NaN or an infinity in float32; `False` for a traced array."""
+    """Returns whether a concrete array holds a NaN or an infinity in float32."""
     if isinstance(x, jax.core.Tracer):
         return False
     with jax.ensure_compile_time_eval():  # `x` may be a constant inside a traced function
@@ -192,7 +200,7 @@ def is_known_not_finite(x: Array) -> bool:
         if here and x.ndim > 0 and x.size > 0 and x.dtype == jnp.float32:
             # A mark for each row: XLA takes longer to compile their reduction to one value than all the rest.
             marks = _marks(x)
-            # Inside `shard_map` what is computed from a constant is traced all the same.
+            # Inside `shard_map` values computed from constants are traced too.
             return not isinstance(marks, jax.core.Tracer) and bool(np.asarray(marks).any())
         return not bool(_all_finite(x))
 
@@ -207,7 +215,7 @@ def _all_finite(x: Array) -> Array:
     return jnp.isfinite(x.astype(jnp.float32)).all()
 
 
-def check_given(
+def check_given_scales(
     x: Any, format: AbstractFormat, axes: tuple[int, ...], scale: Any, zero_point: Any
 ) -> GivenScales | None:
     """Checks the scales and zero points of a caller, and broadcasts them to `(*batch, blocks)`."""
@@ -241,7 +249,10 @@ def check_given(
 
 
 def check_parameters(scale: Array, zero_point: Array | None, format: AbstractFormat) -> None:
-    """Raises for scales that are not finite floats, and for zero points that are not codes. Skips traced values."""
+    """Raises for scales that are not finite floats, and zero points that are not codes.
+
+    Skips traced values.
+    """
     if not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(f"`scale` must be floating point. Got dtype {scale.dtype}.")
     if is_known_not_finite(scale):
@@ -266,7 +277,7 @@ def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _check_suits(given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat) -> None:
-    """Raises for scales that the format cannot store, or that were surely meant for another format."""
+    """Raises for scales that the format cannot store, or that are surely for another format."""
     with jax.ensure_compile_time_eval():
         unstored, clipped = float(_store_error(given.scale, format)), float(_clip_error(given, rows, format))
     if unstored > _STORED:

@@ -1,4 +1,4 @@
-"""What a quantized array stores: the fields of `QuantizedArray`, and what follows from them."""
+"""The fields of `QuantizedArray`, and the properties that follow from them."""
 
 import math
 
@@ -20,8 +20,10 @@ from .value import AbstractArrayValue
 
 
 class AbstractCodes(AbstractArrayValue):
-    """An array of codes in blocks along its quantized axis, which is last in memory. `QuantizedArray` is the only
-    one."""
+    """An array of codes in blocks along its quantized axis, which is last in memory.
+
+    `QuantizedArray` is the only one.
+    """
 
     codes: UInt8[Array, "*batch bytes"]
     scale_bits: "UInt[Array, '*batch blocks'] | AbstractCodes"
@@ -39,7 +41,10 @@ class AbstractCodes(AbstractArrayValue):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape, derived from the stored arrays, so it is right under every transformation."""
+        """The logical shape, derived from the stored arrays.
+
+        So it is right under every transformation.
+        """
         self._check_leaves()
         if self.ndim < -min(as_axes(self.axis)):
             raise ValueError(
@@ -74,7 +79,7 @@ class AbstractCodes(AbstractArrayValue):
 
     @property
     def zero_point(self) -> UInt8[Array, "*batch blocks"] | None:
-        """The codes of zero, one per block, with the quantized axis last; `None` if the format has none."""
+        """The zero point of each block, with the quantized axis last; `None` if there are none."""
         self._check_leaves()
         if self.zero_point_bits is None:
             return None
@@ -82,12 +87,15 @@ class AbstractCodes(AbstractArrayValue):
 
     @property
     def offset(self) -> Float32[Array, "*batch blocks"] | None:
-        """The offsets as floats, one per block, with the quantized axis last; `None` if the format has none."""
+        """The offset of each block as a float, with the quantized axis last, or `None`."""
         self._check_leaves()
         return None if self.offset_bits is None else self._floats(self.offset_bits)
 
     def _check_leaves(self) -> None:
-        """Raises if a leaf is no longer an unsigned integer. Dtypes are static, so this costs nothing in `jit`."""
+        """Raises if a leaf is no longer an unsigned integer.
+
+        Dtypes are static, so this costs nothing in `jit`.
+        """
         if self.codes is None:
             raise ValueError(
                 "A quantized array must hold its codes. Got one without: a filter for floats, such as "
@@ -134,5 +142,5 @@ def row_length(q: AbstractCodes) -> int:
 
 
 def is_in_order(q: AbstractCodes) -> bool:
-    """Returns whether the quantized axes are the last ones, in order, so that memory and logical order agree."""
+    """Returns whether memory order is logical order: the quantized axes are the last ones."""
     return as_axes(q.axis) == tuple(range(-len(q.lengths), 0))

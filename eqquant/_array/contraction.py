@@ -1,8 +1,8 @@
-"""Brings every product with an array of ours to one form: `x(*batch, m, k) . w(*batch, n, k)^T`.
+"""Reduces every product with a quantized array to `x(*batch, m, k) . w(*batch, n, k)^T`.
 
 `@` and the shapes of `jnp.matmul` become names of axes, as in an einsum; so do the dimension numbers of
-`jax.lax.dot_general`, in `_matmul/quax_rules.py`. Where a name occurs decides what its axis does. Only this file
-rearranges shapes: a class of arrays implements one product of matrices, `AbstractOperand.linear`.
+`jax.lax.dot_general`, in `_matmul/quax_rules.py`. The operands that have a name decide the role of its axis. Only this
+file rearranges shapes: a class of arrays implements one product of matrices, `AbstractOperand.linear`.
 """
 
 import abc
@@ -31,7 +31,7 @@ Length: TypeAlias = Any  # of an axis: an integer, or a symbol in a program that
 
 
 class Options(NamedTuple):
-    """What a product is asked for: `precision` and `implementation` as in [`eqquant.matmul`][], and more."""
+    """The options of a product, among them `precision` and `implementation` of `matmul`."""
 
     precision: PrecisionLike = None
     implementation: str | None = None
@@ -50,7 +50,10 @@ class Constraints(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The axes of an array that become those of matrices `(*front, rows, columns)`. Other axes have length one."""
+    """The axes that become the axes of matrices `(*front, rows, columns)`.
+
+    Other axes have length one.
+    """
 
     front: tuple[int, ...]
     rows: tuple[int, ...]
@@ -62,7 +65,7 @@ class Matrices(NamedTuple):
         return (*sizes(self.front), math.prod(sizes(self.rows)), math.prod(sizes(self.columns)))
 
     def order(self, ndim: int) -> tuple[int, ...]:
-        """Returns all axes in the order of the matrices, those of length one first."""
+        """Returns all axes in the order of the matrices, axes of length one first."""
         moved = (*self.front, *self.rows, *self.columns)
         return (*(axis for axis in range(ndim) if axis not in moved), *moved)
 
@@ -76,7 +79,7 @@ class AbstractRowsLike(eqx.Module):
 
 
 class AbstractOperand(eqx.Module):
-    """What a product needs of an array of ours.
+    """The interface of arrays that `contract` multiplies.
 
     `linear` is for matrices: arrays `(*batch, n, k)`, as `as_matrices` returns them.
     """
@@ -118,11 +121,11 @@ class AbstractOperand(eqx.Module):
 
     @abc.abstractmethod
     def linear(self, x: "Array | AbstractOperand", options: Options) -> Float[Array, "*batch m n"]:
-        """Returns `x(*batch, m, k) . self(*batch, n, k)^T`, for matrices as `as_matrices` returns them."""
+        """Returns `x(*batch, m, k) . self(*batch, n, k)^T`, for the matrices of `as_matrices`."""
 
     @abc.abstractmethod
     def with_dense_weight(self) -> "AbstractOperand | None":
-        """Returns the array with a dense weight, if products with it are still no plain ones; else `None`."""
+        """Returns the array with a dense weight, or `None` if it then multiplies as a dense array."""
 
 
 Operand: TypeAlias = Array | AbstractOperand
@@ -231,11 +234,13 @@ def contract(
     out_axes: Axes,
     options: Options = Options(),
 ) -> Inexact[Array, "..."] | None:
-    """Returns the sum of products over the axes that `out_axes` leaves out, computed on matrices.
+    """Returns the sum of products over the axes that `out_axes` leaves out.
+
+    Computes it as a product of matrices.
 
     **Arguments:**
 
-    - `x`: an array, or an array of ours. One that is not quantized along the sum is dequantized.
+    - `x`: a dense array, or an array of ours. If it is not quantized along the sum, it is dequantized.
     - `w`: an array of ours.
     - `x_axes`, `w_axes`, `out_axes`: the names of the axes of each and of the result. Axes of length one are broadcast.
 
@@ -270,7 +275,7 @@ class _Form(NamedTuple):
     w_axes: Axes
     out_axes: Axes
     size: Mapping[Hashable, Length]
-    front: Axes  # of the weight: batch axes, those of a stack first
+    front: Axes  # of the weight: batch axes, the axes of a stack first
     m: Axes  # of `x` alone
     n: Axes  # of the weight alone
     k: Axes  # contracted
@@ -280,12 +285,12 @@ class _Form(NamedTuple):
         return [self.size[name] for name in names]
 
     def matrices(self, axes: Axes, rows: Axes) -> Matrices:
-        """Returns which axes of an operand become those of its matrices."""
+        """Returns which axes of an operand become the axes of its matrices."""
         numbers = lambda names: tuple(list(axes).index(name) for name in names if name in axes)
         return Matrices(numbers(self.front), numbers(rows), numbers(self.k))
 
     def matches_codes(self, x: AbstractOperand) -> bool:
-        """Returns whether the sum runs along the blocks of `x`, and each matrix of the weight has one of `x`."""
+        """Returns whether the sum runs along the blocks of `x`, which has a matrix for each weight."""
         memory = [self.x_axes[axis] for axis in x.constraints.memory or ()]
         return memory == list(self.k) and all(name in self.x_axes for name in self.front)
 
@@ -365,14 +370,20 @@ def _product(form: _Form, options: Options, x: Operand, w: AbstractOperand) -> F
 
 
 def _permute(x: Array, names: Axes, wanted: Axes) -> Array:
-    """Permutes axes to the order `wanted`. Unwanted axes, of length one, come first; ignores names that `x` lacks."""
+    """Permutes axes to the order `wanted`.
+
+    Unwanted axes, of length one, come first; ignores names that `x` lacks.
+    """
     names, wanted = list(names), list(wanted)
     order = [axis for axis, name in enumerate(names) if name not in wanted]
     return jnp.transpose(x, (*order, *(names.index(name) for name in wanted if name in names)))
 
 
 def _result_spec(form: _Form, x: Operand, w: AbstractOperand) -> PartitionSpec:
-    """Returns the spec of the product on an explicit mesh: the axes that divide `x`, then the remaining ones of `w`."""
+    """Returns the spec of the result on an explicit mesh.
+
+    The axes that divide `x` come first, then the remaining ones of `w`.
+    """
     x_names, w_names = (_mesh_axes(a) for a in (x, w))
     divided = {name: by for name, by in zip(form.x_axes, x_names, strict=True) if name in form.out_axes}
     taken = {axis for by in divided.values() for axis in by}
@@ -389,7 +400,10 @@ def _mesh_axes(a: Operand) -> Sequence[Names]:
 
 
 def _lengths_agree(first: Operand, second: Operand, weight: AbstractOperand) -> bool:
-    """Returns whether contracted lengths agree. If not, raises for a quantized array; of floats JAX says it better."""
+    """Returns whether contracted lengths agree, and raises if a quantized array differs.
+
+    For floats, JAX has the better error.
+    """
     left, right = first.shape[-1:], second.shape[-2:-1] or second.shape[-1:]
     if left == right:
         return True

@@ -1,4 +1,4 @@
-"""Where whole weights are decoded: what `no_dense` refuses, and what it lets pass."""
+"""Which decoding of weights `no_dense` refuses, and which it allows."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,7 +11,10 @@ _refuse: ContextVar[Callable[[AbstractOperand], None] | None] = ContextVar("refu
 
 
 def check_dense(q: AbstractOperand) -> None:
-    """Called before an array is decoded. Inside `refuse_dense`, passes more than a row to the function given there."""
+    """Tells `refuse_dense` of an array that is about to be decoded.
+
+    Inside it, more than a row goes to the function given there.
+    """
     refuse = _refuse.get()
     if refuse is not None and sum(length != 1 for length in q.shape) > 1:
         refuse(q)
@@ -28,5 +31,8 @@ def refuse_dense(refuse: Callable[[AbstractOperand], None] | None) -> Iterator[N
 
 
 def allow_dense() -> contextlib.AbstractContextManager[None]:
-    """Lets arrays be decoded: activations, scales, rows of a lookup, weights in an implementation of the product."""
+    """Allows decoding inside `refuse_dense`.
+
+    Use it to decode activations, scales, rows of a lookup, and weights in an implementation of the product.
+    """
     return refuse_dense(None)

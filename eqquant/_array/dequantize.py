@@ -23,7 +23,7 @@ from .._native.layout import Stored
 from .._native.lowering import lower_on_cpu
 from .._numerics import packing
 from .._numerics.blocks import dequantize_blocks
-from .._numerics.primitives import along_first, compile_alone, without_tangent
+from .._numerics.primitives import compile_alone, leading_batching_rule, zero_tangent_jvp
 from .._numerics.scale_bits import clip_finite, scale_to_bits
 from .._types import PyTreeDef
 from .codes import AbstractCodes, row_length
@@ -43,7 +43,7 @@ def bind_dequantize(q: AbstractCodes) -> Float[Array, "*batch length"]:
 
 
 def in_memory_order(q: _Codes) -> _Codes:
-    """Returns an array whose logical order is that of memory, and which gets no gradient."""
+    """Returns the array in memory order, without a gradient."""
     return dataclasses.replace(q, axis=-1, lengths=(row_length(q),), logical_sharding=None, gradient_of=None)
 
 
@@ -64,7 +64,7 @@ def dense_rows(q: AbstractCodes) -> Float[Array, "*batch length"]:
 
 
 def has_plain_scales(q: AbstractCodes) -> bool:
-    """Returns whether an array, or a shard of one, holds decoded scales that its format would quantize."""
+    """Returns whether an array, or a shard, holds decoded scales that its format quantizes."""
     return q.format.scale_format is not None and not isinstance(q.scale_bits, AbstractCodes)
 
 
@@ -81,13 +81,13 @@ def stored_codes(q: AbstractCodes) -> Stored:
 
 
 def plain_bits(scale: _Scales) -> UInt[Array, "*batch blocks"]:
-    """Returns the bits of scales or offsets: of those that are codes, the bits of their values in float32."""
+    """Returns the bits of scales or offsets; for quantized ones, of their float32 values."""
     with allow_dense():
         return scale_to_bits(scale.dequantize(), "float32") if isinstance(scale, AbstractCodes) else scale
 
 
 def split_scales(q: AbstractCodes) -> tuple[_Scales, Float32[Array, "*batch 1"] | None]:
-    """Returns the scales of a weight, and what multiplies those of a row if they are small floats."""
+    """Returns the scales of a weight, and one factor per row if they are small floats."""
     scale = q.scale_bits
     if isinstance(scale, AbstractCodes) and nested_scale_kind(q.format, row_length(q)) is not None:
         return scale.codes, scale.scale
@@ -113,6 +113,6 @@ def _native(*args: Array, tree: PyTreeDef) -> Array:
 
 dequantize_p.def_abstract_eval(_abstract)
 dequantize_p.def_impl(compile_alone(dequantize_p, _by_xla, ["tree"]))
-ad.primitive_jvps[dequantize_p] = without_tangent(dequantize_p)
-batching.primitive_batchers[dequantize_p] = along_first(dequantize_p)
+ad.primitive_jvps[dequantize_p] = zero_tangent_jvp(dequantize_p)
+batching.primitive_batchers[dequantize_p] = leading_batching_rule(dequantize_p)
 lower_on_cpu(dequantize_p, _native, _by_xla)

@@ -26,7 +26,9 @@ rounded_matmul_p = jax.extend.core.Primitive("rounded_matmul")
 def bind_matmul(
     x: PyTree, w: PyTree, options: Options = Options(), *, transpose: bool = False
 ) -> Float[Array, "*batch rows outer"]:
-    """`x(*batch, m, k) . w(*batch, n, k)^T`, or with `transpose` `x(*batch, m, n) . w(*batch, n, k)`.
+    """Returns `x(*batch, m, k) . w(*batch, n, k)^T`.
+
+    With `transpose`, `x(*batch, m, n) . w(*batch, n, k)`.
 
     Both operands are trees: the primitive takes the leaves of `x`, then the leaves of `w`. An array of floats is a
     tree of one leaf.
@@ -74,7 +76,7 @@ class Rounding(NamedTuple):
 
     - `format`: to which format.
     - `stochastic`: whether at random, so that the mean is the value.
-    - `largest`: with delayed scaling, which of the largest magnitudes is that of this operand.
+    - `largest`: with delayed scaling, which of the largest magnitudes (amax) belongs to this operand.
     """
 
     format: AbstractFormat
@@ -93,17 +95,19 @@ def bind_rounded_matmul(
     precision: PrecisionLike = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch rows outer"]:
-    """`x(*batch, m, k) . w(*batch, n, k)^T` of floats that are rounded along `k` first, and of equal dtype.
+    """Returns `x . w^T` of floats that are first rounded along `k`.
 
-    The products that its gradient consists of are this primitive too, and round the gradient that comes in.
+    Shapes are `(*batch, m, k)` and `(*batch, n, k)`, of equal dtype.
+
+    The products of its gradient use this primitive too, and round the incoming gradient.
 
     **Arguments:**
 
     - `x`, `w`: floats.
-    - `largest`: with delayed scaling, the largest magnitudes of `x`, `w` and the gradient of the result, by which they
-        are scaled; one that is not positive is not known yet. `lead` are the last axes of `batch`, or fewer. What
-        arrives as their gradient are the magnitudes that this product saw.
-    - `x_rounding`, `w_rounding`: how each is rounded; `None` for a tangent, which stays as it is.
+    - `largest`: with delayed scaling, the amax of `x`, `w` and the gradient of the result, by which they are scaled;
+        not positive while it is unknown. `lead` are the last axes of `batch`, or fewer. Their gradient is the current
+        amax of each, as this product saw it.
+    - `x_rounding`, `w_rounding`: how each is rounded; `None` for a tangent, which is not rounded.
     - `gradient_rounding`: how the gradient of the result is rounded, in the products of the backward pass.
     - `precision`, `implementation`: as in `bind_matmul`; the latter is of the forward pass.
     """
@@ -120,6 +124,9 @@ def bind_rounded_matmul(
 
 
 def operands_of(args: Sequence[object], x_tree: PyTreeDef, w_tree: PyTreeDef) -> tuple[PyTree, PyTree]:
-    """Returns the two operands, from the arguments of the primitive or from a sequence with one entry for each."""
+    """Returns the two operands of the primitive.
+
+    They come from its arguments, or from a sequence with one entry for each.
+    """
     count = x_tree.num_leaves
     return jtu.tree_unflatten(x_tree, args[:count]), jtu.tree_unflatten(w_tree, args[count:])

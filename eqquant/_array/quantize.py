@@ -25,9 +25,9 @@ from .checks import (
     as_one_array,
     check_dtype,
     check_finite,
-    check_given,
+    check_given_scales,
     check_quantizable,
-    described,
+    describe_argument,
     how_to_get_one,
     MethodLike,
 )
@@ -103,7 +103,7 @@ def quantize(
         )
     checked = on_device(checked)
     check_finite(checked)
-    given = check_given(checked, format, axes, scale, zero_point)
+    given = check_given_scales(checked, format, axes, scale, zero_point)
     if given is not None and method is not None:
         raise ValueError(
             f"`method` chooses scales, and `scale` gives them. Got both, {method!r} too. Pass one of them."
@@ -113,14 +113,15 @@ def quantize(
             f"`inputs` of {type(method).__name__} must be the statistics of this array. Got those of many leaves. Pass "
             "`inputs[path]`, or call `quantize_tree`."
         )
-    found_by = as_method(method)
-    found_by.check("`x`", checked.shape, axes)
-    found_by.check_weight("`x`", checked)
-    return quantize_array(checked, format, axes, dtype, key, given or found_by)
+    chosen = as_method(method)
+    chosen.check("`x`", checked.shape, axes)
+    return quantize_array(checked, format, axes, dtype, key, given or chosen)
 
 
 def dequantize(q: QuantizedArray | ArrayLike) -> Array:
-    """Returns the dense array of a [`eqquant.QuantizedArray`][]; returns any other array as a JAX array.
+    """Returns the dense array of a [`eqquant.QuantizedArray`][].
+
+    Returns any other array as a JAX array.
 
     **Arguments:**
 
@@ -145,7 +146,7 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
     `uint8` codes of shape `q.shape`. `q.format.decode(codes)` returns their values, before scale and zero point.
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"`q` must be a quantized array. Got {described(q)}. {how_to_get_one(q)}")
+        raise TypeError(f"`q` must be a quantized array. Got {describe_argument(q)}. {how_to_get_one(q)}")
     q._check_leaves()
     return logical_order(packing.unpack(q.codes, q.format.bits, row_length(q)), as_axes(q.axis), q.lengths)
 
@@ -217,16 +218,16 @@ def _quantize_here(
 def _as_array(
     encoded: EncodedRows, format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: np.dtype
 ) -> QuantizedArray:
-    """Makes the array of packed codes; those of nested scales are not packed."""
+    """Makes the array of packed codes. Codes of nested scales are packed here."""
 
-    def stored(x: ScaleBits | None) -> Array | QuantizedArray | None:
+    def as_leaf(x: ScaleBits | None) -> Array | QuantizedArray | None:
         nested = format.scale_format
         if nested is None or not isinstance(x, EncodedRows):
             return x  # pyright: ignore[reportReturnType]
         packed = x._replace(codes=packing.pack(x.codes, nested.bits))
         return _as_array(packed, nested, -1, x.codes.shape[-1:], jnp.dtype(jnp.float32))
 
-    codes, scale, offset = encoded.codes, stored(encoded.scale), stored(encoded.offset)
+    codes, scale, offset = encoded.codes, as_leaf(encoded.scale), as_leaf(encoded.offset)
     zero_point = None if encoded.zero_point is None else packing.pack(encoded.zero_point, format.bits)
     return QuantizedArray(codes, scale, zero_point, format, axis, lengths, dtype, offset_bits=offset)  # pyright: ignore[reportArgumentType]
 
@@ -261,7 +262,7 @@ def requantize(
     `TypeError` if `q` is not quantized. `ValueError` if the shapes differ, or, outside `jit`, if values are not finite.
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"`q` must be a quantized array. Got {described(q)}. {how_to_get_one(q)}")
+        raise TypeError(f"`q` must be a quantized array. Got {describe_argument(q)}. {how_to_get_one(q)}")
     values, _ = check_quantizable(x, as_axes(q.axis))
     if values.shape != q.shape:
         raise ValueError(f"`x` must have the shape of `q`, {q.shape}. Got {values.shape}.")

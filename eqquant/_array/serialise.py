@@ -1,4 +1,4 @@
-"""Saves and loads with Equinox, and checks that the file and the skeleton have the same formats.
+"""Saves and loads with Equinox, and checks that the file and the skeleton agree on formats.
 
 Equinox compares only shapes and dtypes, which formats of equal width share. So a description of the format is saved
 before the bytes.
@@ -16,7 +16,9 @@ from .array import QuantizedArray
 
 
 def serialise_filter_spec(f: Any, x: PyTree) -> None:
-    """Saves one leaf for `equinox.tree_serialise_leaves`: a quantized array together with its format.
+    """Saves a quantized array with its format, for `equinox.tree_serialise_leaves`.
+
+    Saves any other leaf as Equinox does.
 
     !!! Example
 
@@ -38,7 +40,7 @@ def serialise_filter_spec(f: Any, x: PyTree) -> None:
     Nothing.
     """
     if isinstance(x, QuantizedArray):
-        np.save(f, np.asarray(_meaning(x)))
+        np.save(f, np.asarray(_describe_leaf(x)))
         for leaf in jtu.tree_leaves(x):
             eqx.default_serialise_filter_spec(f, leaf)
     else:
@@ -46,7 +48,9 @@ def serialise_filter_spec(f: Any, x: PyTree) -> None:
 
 
 def deserialise_filter_spec(f: Any, x: PyTree) -> PyTree:
-    """Loads one leaf that [`eqquant.serialise_filter_spec`][] saved, for `equinox.tree_deserialise_leaves`.
+    """Loads a leaf for `equinox.tree_deserialise_leaves`.
+
+    The inverse of [`eqquant.serialise_filter_spec`][].
 
     **Arguments:**
 
@@ -65,7 +69,7 @@ def deserialise_filter_spec(f: Any, x: PyTree) -> PyTree:
     """
     if not isinstance(x, QuantizedArray):
         return eqx.default_deserialise_filter_spec(f, x)
-    saved, expected = np.load(f), _meaning(x)
+    saved, expected = np.load(f), _describe_leaf(x)
     if saved.dtype.kind != "U" or saved.ndim != 0:
         raise ValueError(
             f"The file must hold a quantized array here. Got {saved.dtype}{list(saved.shape)}. Save it with "
@@ -80,7 +84,7 @@ def deserialise_filter_spec(f: Any, x: PyTree) -> PyTree:
     return jtu.tree_unflatten(treedef, [eqx.default_deserialise_filter_spec(f, leaf) for leaf in leaves])
 
 
-def _meaning(q: QuantizedArray) -> str:
+def _describe_leaf(q: QuantizedArray) -> str:
     """Describes everything that must agree for the bytes to mean the same values."""
     # Includes defaults, which a later version may change.
     fields = ", ".join(f"{field.name}={getattr(q.format, field.name)!r}" for field in dataclasses.fields(q.format))

@@ -22,7 +22,10 @@ from .codes import AbstractCodes, row_length
 
 
 def can_divide(length: int, format: AbstractFormat | None, names: Names, sizes: Mapping[str, int]) -> bool:
-    """Returns whether mesh axes divide an axis evenly, and with a `format`, only between blocks and packed segments."""
+    """Returns whether mesh axes divide an axis evenly.
+
+    With a `format`, only between blocks and packed segments.
+    """
     parts = math.prod(sizes[name] for name in names)
     if parts == 1 or length % parts != 0:
         return parts == 1
@@ -30,7 +33,9 @@ def can_divide(length: int, format: AbstractFormat | None, names: Names, sizes: 
 
 
 def smallest_part(length: int, format: AbstractFormat) -> int:
-    """Returns how many values of a quantized axis must stay together: those packed together, or sharing a scale.
+    """Returns how many values of a quantized axis one device must hold together.
+
+    They share a scale, or bytes.
 
     A scale for the whole axis keeps nothing together: it is replicated. So are the codes of scales that cannot be cut.
     """
@@ -39,7 +44,7 @@ def smallest_part(length: int, format: AbstractFormat) -> int:
 
 
 def leaf_specs(q: AbstractCodes, names: Sequence[Names], sizes: Mapping[str, int]) -> list[PartitionSpec]:
-    """Returns the specs of the leaves of a quantized array whose memory, `(*batch, length)`, is divided by `names`.
+    """Returns the specs of the leaves, for memory `(*batch, length)` divided by `names`.
 
     A scale that covers more than one part, such as a scale per channel, is not divided along the quantized axis.
     """
@@ -69,7 +74,7 @@ def divided_leaves(q: AbstractCodes, parts: int) -> list[bool]:
 
 
 def leaf_shardings(q: AbstractCodes, sharding: NamedSharding, name: str = "The array") -> PyTree:
-    """Returns the shardings of the leaves, given the logical one; raises if they cannot be divided so."""
+    """Returns the shardings of the leaves for a logical sharding, or raises."""
     spec, sizes, shape = tuple(sharding.spec), sharding.mesh.shape, q.shape
     if len(spec) > len(shape):
         raise ValueError(
@@ -108,7 +113,7 @@ def _cannot(name: str, q: AbstractCodes, axis: int, names: Names, sizes: Mapping
 
 
 def logical_sharding(q: AbstractCodes) -> NamedSharding | None:
-    """Returns the logical sharding, from the sharding of the codes; `None` if that is unknown, as under tracing."""
+    """Returns the logical sharding, from the codes; `None` if unknown, as under tracing."""
     codes = q.codes
     traced = isinstance(codes, jax.core.Tracer)
     sharding = None if traced else getattr(codes, "sharding", None)

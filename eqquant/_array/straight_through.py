@@ -17,7 +17,9 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
 
 
 def value_of(value: Float[Array, "*shape"], *, gradient_of: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns `value`, bit for bit, but sends gradients to `gradient_of`: the straight-through estimator.
+    """Returns `value`, and sends its gradient to `gradient_of`: the straight-through estimator.
+
+    The value is the same bit for bit.
 
     The usual `x + stop_gradient(value - x)` rounds twice. Both arguments must have the same shape and dtype.
     """

@@ -1,4 +1,4 @@
-"""The base class of arrays that stand in for `jax.Array`: its operators, and its conversion to dense."""
+"""The base class of arrays that stand in for `jax.Array`: its operators and conversions."""
 
 import abc
 import dataclasses
@@ -53,7 +53,7 @@ _NOT_SHOWN = frozenset(
 def _on_dense(
     name: str, like: Callable[Concatenate[Array, _P], _R]
 ) -> Callable[Concatenate["AbstractArrayValue", _P], _R]:
-    """Returns a method of ours, with the arguments of `like`, which calls the method `name` of the dense array."""
+    """Returns a method with the arguments of `like` that calls `name` of the dense array."""
 
     def call(self: "AbstractArrayValue", *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """As the method of `jax.Array`, on the dequantized array. The result is dense."""
@@ -73,8 +73,8 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     # Fields that training leaves untouched, even floats. An array with such fields is an adapter: in a model with
     # adapters, only adapters are trained by default.
     frozen: ClassVar[tuple[str, ...]] = ()
-    quantized_as: ClassVar[str] = ""  # what makes a `QuantizedArray` of it, for errors
-    lost_in_jax: ClassVar[str] = ""  # what a function of JAX, which sees the dense array, does not do
+    quantized_as: ClassVar[str] = ""  # an attribute or a call that is a `QuantizedArray`, for errors
+    lost_in_jax: ClassVar[str] = ""  # the effect that is lost when a function of JAX gets the dense array
     deferred: ClassVar[bool] = False  # whether it stands for an operation put off by `quaxify`, which never returns it
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -118,7 +118,10 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         return self.dequantize()
 
     def dense_for_jax(self) -> Array:
-        """For JAX: the array that its functions see, the same as `dequantize`. Warns of what is lost by that."""
+        """For JAX: the array that its functions see, the same as `dequantize`.
+
+        Warns if that loses something.
+        """
         if self.lost_in_jax:
             warnings.warn(
                 f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so "
@@ -343,7 +346,9 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
     @property
     def at(self) -> Any:
-        """Functional updates, as `jax.Array.at`. The result is dense, since codes cannot be updated exactly.
+        """Functional updates, as `jax.Array.at`.
+
+        The result is dense, since codes cannot be updated exactly.
 
         To keep the array quantized, as in a cache, pass the result to [`eqquant.requantize`][].
         """
@@ -377,7 +382,10 @@ def flatten_arguments(arguments: Sequence[int | Sequence[int] | None]) -> tuple[
 
 
 def as_permutation(axes: Sequence[int | Sequence[int] | None], ndim: int) -> list[int]:
-    """Returns the arguments of `transpose` as a list of non-negative axes; no argument or `None` reverses the axes."""
+    """Returns the arguments of `transpose` as a list of non-negative axes.
+
+    No argument or `None` reverses the axes.
+    """
     given = () if axes and axes[0] is None else flatten_arguments(axes)
     order = [int(a) for a in given] or list(range(ndim))[::-1]
     if sorted(a % ndim if -ndim <= a < ndim else -1 for a in order) != list(range(ndim)):

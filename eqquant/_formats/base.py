@@ -109,7 +109,7 @@ class AbstractFormat(eqx.Module):
             # A default is an attribute of the class alone. Equinox marks a module without attributes of its own by
             # objects that a pickle copies, so that it would no longer equal itself.
             value = getattr(self, field.name)
-            # What equals the default is the default, even if a file says so: `repr` leaves out only that very object.
+            # A value that equals the default becomes the default: `repr` leaves out only that very object.
             same = type(value) is type(field.default) and value == field.default
             object.__setattr__(self, field.name, field.default if same else value)
         if self.bits not in range(1, 9):
@@ -145,7 +145,10 @@ class AbstractFormat(eqx.Module):
 
     @abc.abstractmethod
     def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        """Returns the values that codes stand for, before scale and zero point or offset. The inverse of `encode`."""
+        """Returns the values of codes, before scale and zero point or offset.
+
+        The inverse of `encode`.
+        """
 
 
 class AbstractAffineFormat(AbstractFormat):
@@ -164,7 +167,9 @@ class AbstractAffineFormat(AbstractFormat):
 
 
 class AbstractOffsetFormat(AbstractFormat):
-    """A format whose blocks each have an offset, a float that is added last: `decode(code) * scale + offset`.
+    """A format whose blocks each have an offset: `decode(code) * scale + offset`.
+
+    An offset is a float that is added last.
 
     Offsets are stored as scales are: in `scale_dtype`, or quantized to `scale_format`. A format has either offsets or
     zero points.
@@ -174,7 +179,7 @@ class AbstractOffsetFormat(AbstractFormat):
     def choose_offset(
         self, blocks: Float32[Array, "*batch blocks block"], scale: Float32[Array, "*batch blocks"]
     ) -> Float32[Array, "*batch blocks"]:
-        """Returns what to subtract from the values of each block before dividing by the scale."""
+        """Returns the offset of each block, which is subtracted before dividing by the scale."""
 
 
 def check_stored_float(format: AbstractFormat) -> None:
@@ -197,7 +202,7 @@ def has_zero_points(format: AbstractFormat) -> bool:
 
 
 def has_one_scale(format: AbstractFormat) -> bool:
-    """Returns whether the values of a row share one scale, stored as it is: no blocks, and no nested scales."""
+    """Returns whether a row has one scale, stored as it is: no blocks, no nested scales."""
     return format.block_size in (None, "tensor") and format.scale_format is None
 
 
@@ -220,7 +225,9 @@ def is_ours(format: AbstractFormat, *methods: str) -> bool:
 
 @ft.lru_cache
 def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the level of each code, and whether any value encodes to it: ternary uses only three of its four codes.
+    """Returns the level of each code, and whether any value encodes to it.
+
+    Ternary uses only three of its four codes.
 
     **Arguments:**
 
@@ -232,19 +239,22 @@ def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
     """
 
     @jax.jit  # one small program, where each operation would be compiled alone
-    def there_and_back(codes: UInt8[Array, " codes"]) -> tuple[Array, Array]:
+    def round_trip(codes: UInt8[Array, " codes"]) -> tuple[Array, Array]:
         values = format.decode(codes)
         back = format.encode(jnp.where(jnp.isfinite(values), values, 0))
         return values, (back == codes) & jnp.isfinite(values)
 
     with jax.ensure_compile_time_eval():
-        values, used = there_and_back(np.arange(2**format.bits, dtype=np.uint8))
+        values, used = round_trip(np.arange(2**format.bits, dtype=np.uint8))
         return np.asarray(values), np.asarray(used)
 
 
 @ft.lru_cache
 def check_codes(format: AbstractFormat) -> None:
-    """Raises if a user's `encode` returns codes with more bits than the format has: they would change other codes."""
+    """Raises if a user's `encode` returns codes that need more bits than the format has.
+
+    They would change other codes.
+    """
     if is_ours(format, "encode"):
         return
     sizes = np.exp2(np.arange(-20, 20, 0.25))
@@ -276,7 +286,9 @@ _REMEDIES = {
 
 
 def as_format(format: AbstractFormat | str, argument: str = "format") -> AbstractFormat:
-    """Returns the format of a lower-case name (`"nf4"`, `"int8"`, `"q4_0"`); returns a format unchanged.
+    """Returns the format of a lower-case name (`"nf4"`, `"int8"`, `"q4_0"`).
+
+    Returns a format unchanged.
 
     Errors name the `argument` that it was given as.
     """

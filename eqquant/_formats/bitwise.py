@@ -18,7 +18,9 @@ class _AbstractAbsMean(AbstractFormat):
 
 
 class Ternary(_AbstractAbsMean):
-    r"""Values $-s, 0, s$ in two bits, where $s$ is the mean of $|x|$. Rounds $x / s$ and clips it to $\pm 1$.
+    r"""Values $-s, 0, s$ in two bits, where $s$ is the mean of $|x|$.
+
+    Rounds $x / s$ and clips it to $\pm 1$.
 
     ??? cite
 
@@ -40,7 +42,9 @@ class Ternary(_AbstractAbsMean):
 
 
 class Binary(_AbstractAbsMean):
-    r"""Values $-s$ and $s$ in one bit, where $s$, the mean of $|x|$, has the least squared error. Zero becomes $s$.
+    r"""Values $-s$ and $s$ in one bit, where $s$ is the mean of $|x|$.
+
+    This $s$ has the least squared error. Zero becomes $s$.
 
     ??? cite
 

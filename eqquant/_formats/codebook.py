@@ -73,7 +73,10 @@ _BIN_SHIFT = 15  # bins of 8 bits of mantissa, an exponent and a sign
 
 @ft.lru_cache
 def _bins(thresholds: tuple[float, ...]) -> tuple[np.ndarray, int]:
-    """Returns how many thresholds lie below each bin of floats with the same first bits, and the most within a bin."""
+    """Returns how many thresholds lie below each bin of floats, and the most within a bin.
+
+    A bin holds the floats with the same first bits.
+    """
     prefixes = np.arange(2 ** (32 - _BIN_SHIFT), dtype=np.uint32) << _BIN_SHIFT
     one_end, other_end = prefixes.view(np.float32), (prefixes | (2**_BIN_SHIFT - 1)).view(np.float32)
     below = lambda x: np.searchsorted(np.asarray(thresholds, np.float32), np.nan_to_num(x, nan=0.0), side="left")
@@ -87,7 +90,9 @@ def _lookup(table: np.ndarray, codes: UInt8[Array, "*shape"]) -> Float32[Array, 
 
 
 class NF4(AbstractCodebook):
-    r"""4-bit NormalFloat: sixteen levels of equal probability under a normal distribution, one of them zero.
+    r"""4-bit NormalFloat: sixteen levels of equal probability, one of them zero.
+
+    Weights are taken to be normally distributed.
 
     $s = \max|x|$ per block, and each value takes the nearest $s \cdot c_i$. Codes, scales and values match
     bitsandbytes bit for bit. `double_quant` also quantizes the scales, to eight bits in blocks of 256.
@@ -129,7 +134,9 @@ class NF4(AbstractCodebook):
 
 
 class Dynamic8(AbstractCodebook):
-    r"""Eight-bit dynamic numbers, for optimizer state: seven decades, each with twice the levels of the one below.
+    r"""Eight-bit dynamic numbers, for optimizer state.
+
+    Seven decades, each with twice the levels of the one below.
 
     The decade up to $10^{-k}$, for $k = 0 \ldots 6$, is cut into $2^{6-k}$ intervals. Their means, with either sign,
     are the levels, together with zero and one. $s = \max|x|$ per block.

@@ -1,6 +1,8 @@
-"""Formats of GGUF files, as ggml defines them: https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c.
+"""Formats of GGUF files, as ggml defines them.
 
-Those that ggml quantizes without a search equal its reference bit for bit; values of all equal its dequantizer.
+See https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c.
+
+Formats that ggml quantizes without a search equal its reference bit for bit; all dequantize to the same values.
 """
 
 from typing import ClassVar
@@ -27,7 +29,10 @@ class _AbstractPlain(AbstractFormat):
 
 
 class _AbstractCentred(AbstractFormat):
-    """All `2**bits` levels about zero. The sign of the scale turns the longer side to the largest magnitude."""
+    """All `2**bits` levels about zero, with a sign of the scale.
+
+    The sign turns the longer side to the largest magnitude.
+    """
 
     def choose_scale(self, blocks: Blocks) -> Scales:
         return signed_absmax(blocks) / -(2 ** (self.bits - 1))
@@ -41,7 +46,9 @@ class _AbstractCentred(AbstractFormat):
 
 
 class Q4_0(_AbstractCentred, _AbstractPlain):
-    r"""GGUF's Q4_0: $s = x_m / {-8}$, where $x_m$ is the value of largest magnitude with its sign; codes $-8 \ldots 7$.
+    r"""GGUF's Q4_0: $s = x_m / {-8}$, codes $-8 \ldots 7$.
+
+    Here $x_m$ is the value of largest magnitude with its sign.
 
     Stores codes plus 8, as $\lfloor x / s + 8.5 \rfloor$. Blocks of 32; 4.5 bits per weight.
 
@@ -56,7 +63,9 @@ class Q4_0(_AbstractCentred, _AbstractPlain):
 
 
 class Q8_0(_AbstractPlain):
-    r"""GGUF's Q8_0: $s = \max|x| / 127$, codes $-127 \ldots 127$, rounded to nearest with ties away from zero.
+    r"""GGUF's Q8_0: $s = \max|x| / 127$, codes $-127 \ldots 127$.
+
+    Rounds to nearest, ties away from zero.
 
     Stores codes plus 128. Blocks of 32; 8.5 bits per weight.
 
@@ -102,7 +111,9 @@ class _AbstractOffset(_AbstractSteps):
 
 
 class Q4_1(_AbstractOffset, _AbstractPlain):
-    r"""GGUF's Q4_1: $s = (\max x - \min x) / 15$, codes $0 \ldots 15$, to which the offset $\min x$ is added.
+    r"""GGUF's Q4_1: $s = (\max x - \min x) / 15$, codes $0 \ldots 15$, and an offset.
+
+    The offset is $\min x$.
 
     Blocks of 32; scales and offsets in float16; 5 bits per weight.
 
@@ -113,7 +124,9 @@ class Q4_1(_AbstractOffset, _AbstractPlain):
 
 
 class Q5_1(_AbstractOffset, _AbstractPlain):
-    r"""GGUF's Q5_1: $s = (\max x - \min x) / 31$, codes $0 \ldots 31$, to which the offset $\min x$ is added.
+    r"""GGUF's Q5_1: $s = (\max x - \min x) / 31$, codes $0 \ldots 31$, and an offset.
+
+    The offset is $\min x$.
 
     Blocks of 32; scales and offsets in float16; 6 bits per weight.
 
@@ -124,8 +137,9 @@ class Q5_1(_AbstractOffset, _AbstractPlain):
 
 
 class Q5_0(_AbstractCentred, _AbstractPlain):
-    r"""GGUF's Q5_0: $s = x_m / {-16}$, where $x_m$ is the value of largest magnitude with its sign; codes
-    $-16 \ldots 15$.
+    r"""GGUF's Q5_0: $s = x_m / {-16}$, codes $-16 \ldots 15$.
+
+    Here $x_m$ is the value of largest magnitude with its sign.
 
     Stores codes plus 16, as $\lfloor x / s + 16.5 \rfloor$. Blocks of 32; scales in float16; 5.5 bits per weight.
 
@@ -136,7 +150,9 @@ class Q5_0(_AbstractCentred, _AbstractPlain):
 
 
 class TQ2_0(_AbstractPlain):
-    r"""GGUF's TQ2_0 and TQ1_0, for weights that are ternary already: values $-s, 0, s$ with $s = \max|x|$.
+    r"""GGUF's TQ2_0 and TQ1_0, for weights that are ternary already.
+
+    Values $-s, 0, s$ with $s = \max|x|$.
 
     Blocks of 256; scales in float16; two bits per code, 2.0625 bits per weight. (TQ1_0 packs five codes in a byte.)
 
@@ -193,7 +209,9 @@ class _AbstractK(_AbstractSteps):
 
 
 class Q2_K(_AbstractK):
-    r"""GGUF's Q2_K: codes $0 \ldots 3$ in blocks of 16, with scales and offsets of four bits; 2.625 bits per weight.
+    r"""GGUF's Q2_K: codes $0 \ldots 3$ in blocks of 16; 2.625 bits per weight.
+
+    Scales and offsets have four bits.
 
     $s = (\max x - \min x) / 3$ over a range that includes zero, and the offset $\min x$, each rounded to a
     multiple of a float16 for 256 weights.
@@ -207,7 +225,9 @@ class Q2_K(_AbstractK):
 
 
 class Q4_K(_AbstractK):
-    r"""GGUF's Q4_K: codes $0 \ldots 15$ in blocks of 32, with scales and offsets of six bits; 4.5 bits per weight.
+    r"""GGUF's Q4_K: codes $0 \ldots 15$ in blocks of 32; 4.5 bits per weight.
+
+    Scales and offsets have six bits.
 
     $s = (\max x - \min x) / 15$ over a range that includes zero, and the offset $\min x$, each rounded to a
     multiple of a float16 for 256 weights.
@@ -219,7 +239,9 @@ class Q4_K(_AbstractK):
 
 
 class Q5_K(_AbstractK):
-    r"""GGUF's Q5_K: codes $0 \ldots 31$ in blocks of 32, with scales and offsets of six bits; 5.5 bits per weight.
+    r"""GGUF's Q5_K: codes $0 \ldots 31$ in blocks of 32; 5.5 bits per weight.
+
+    Scales and offsets have six bits.
 
     $s = (\max x - \min x) / 31$ over a range that includes zero, and the offset $\min x$, each rounded to a
     multiple of a float16 for 256 weights.
@@ -231,7 +253,9 @@ class Q5_K(_AbstractK):
 
 
 class Q3_K(_AbstractCentred):
-    r"""GGUF's Q3_K: codes $-4 \ldots 3$ in blocks of 16, with scales of six bits; 3.4375 bits per weight.
+    r"""GGUF's Q3_K: codes $-4 \ldots 3$ in blocks of 16; 3.4375 bits per weight.
+
+    Scales have six bits.
 
     $s = x_m / {-4}$, where $x_m$ is the value of largest magnitude with its sign, rounded to a multiple of a
     float16 for 256 weights.
@@ -245,7 +269,9 @@ class Q3_K(_AbstractCentred):
 
 
 class Q6_K(_AbstractCentred):
-    r"""GGUF's Q6_K: codes $-32 \ldots 31$ in blocks of 16, with scales of eight bits; 6.5625 bits per weight.
+    r"""GGUF's Q6_K: codes $-32 \ldots 31$ in blocks of 16; 6.5625 bits per weight.
+
+    Scales have eight bits.
 
     $s = x_m / {-32}$, where $x_m$ is the value of largest magnitude with its sign, rounded to a multiple of a
     float16 for 256 weights.
@@ -286,7 +312,9 @@ class IQ4_NL(_AbstractIQ4):
 
 
 class IQ4_XS(_AbstractIQ4):
-    r"""GGUF's IQ4_XS: the levels of [`eqquant.formats.IQ4_NL`][], with scales of six bits; 4.25 bits per weight.
+    r"""GGUF's IQ4_XS: the levels of [`eqquant.IQ4_NL`][], in 4.25 bits per weight.
+
+    Scales have six bits.
 
     Blocks of 32; scales are multiples of a float16 for 256 weights. No level is zero: a zero beside other values
     decodes to $s$, so padded and sparse weights lose their zeros.

@@ -13,7 +13,10 @@ from .base import AbstractAffineFormat, Blocks, check_stored_float, Scales, Stor
 
 
 class AbstractInteger(AbstractAffineFormat):
-    """A format whose codes are integers. Symmetric codes are stored plus `2**(bits - 1)`, so that they are unsigned."""
+    """A format whose codes are integers.
+
+    Symmetric codes are stored plus `2**(bits - 1)`, so that they are unsigned.
+    """
 
     block_size: BlockSize = eqx.field(static=True, default=64)
     symmetric: bool = eqx.field(static=True, default=True)

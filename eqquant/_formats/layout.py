@@ -1,4 +1,4 @@
-"""What the bits of a weight mean to kernels, which know no formats: the layout of a format."""
+"""Layouts of formats: the meaning of the bits of a weight, for kernels."""
 
 import functools as ft
 
@@ -33,13 +33,19 @@ def layout_of(format: AbstractFormat, length: int, plain_scales: bool = False) -
 
 
 def has_nested_scales(format: AbstractFormat) -> bool:
-    """Returns whether scales are codes with plain scales of their own, which `cpu` reads as they are stored."""
+    """Returns whether scales are codes with plain scales of their own.
+
+    `cpu` reads these as they are stored.
+    """
     scales = format.scale_format
     return scales is not None and scales.scale_format is None and not (has_zero_points(scales) or has_offsets(scales))
 
 
 def nested_scale_kind(format: AbstractFormat, length: int) -> ScaleKind | None:
-    """Returns the kind of quantized scales that kernels can read: small floats with one scale per row; else `None`."""
+    """Returns the kind of quantized scales that kernels can read, or `None`.
+
+    These are small floats with one scale per row.
+    """
     scales = format.scale_format
     if type(scales) is not FP8:  # a subclass may decode differently
         return None

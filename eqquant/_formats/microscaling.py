@@ -13,7 +13,10 @@ from .floating import AbstractMinifloat, FP8
 
 
 class _AbstractMX(AbstractMinifloat):
-    """OCP microscaling: minifloats in blocks of 32, whose scales are powers of two and take one byte."""
+    """OCP microscaling: minifloats in blocks of 32, with scales that are powers of two.
+
+    A scale takes one byte.
+    """
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     scale_dtype: ClassVar[ScaleDtype] = "e8m0"
@@ -25,7 +28,9 @@ class _AbstractMX(AbstractMinifloat):
 
 
 class MXFP8(_AbstractMX):
-    r"""OCP microscaling with eight-bit elements: blocks of 32, $s = 2^{\lfloor \log_2 \max|x| \rfloor - e}$.
+    r"""OCP microscaling with eight-bit elements in blocks of 32.
+
+    $s = 2^{\lfloor \log_2 \max|x| \rfloor - e}$.
 
     $e$ is the exponent of the largest element value, 8 for e4m3 and 15 for e5m2; larger values saturate.
 
@@ -51,7 +56,9 @@ class MXFP8(_AbstractMX):
 
 
 class MXFP4(_AbstractMX):
-    r"""OCP microscaling with four-bit elements (e2m1): blocks of 32, $s = 2^{\lfloor \log_2 \max|x| \rfloor - 2}$.
+    r"""OCP microscaling with four-bit elements (e2m1) in blocks of 32.
+
+    $s = 2^{\lfloor \log_2 \max|x| \rfloor - 2}$.
 
     The elements are $\pm\{0, 0.5, 1, 1.5, 2, 3, 4, 6\}$; values above 6 saturate, ties go to the even mantissa.
 
@@ -70,7 +77,9 @@ class MXFP4(_AbstractMX):
 
 
 class NVFP4(AbstractMinifloat):
-    r"""NVIDIA's four-bit float: e2m1 elements in blocks of 16, with e4m3 scales and one float32 scale per tensor.
+    r"""NVIDIA's four-bit float: e2m1 elements in blocks of 16.
+
+    Scales are e4m3, with one float32 scale per tensor.
 
     $s = \max|x| / 6$ per block. It is quantized to e4m3 with one scale for the whole tensor, $\max s / 448$.
 

@@ -1,4 +1,4 @@
-"""The format of MLX's affine mode: integers of any width, with a scale and an offset per block."""
+"""MLX's affine mode: integers of any width, with a scale and an offset per block."""
 
 from typing import Literal
 
@@ -11,7 +11,9 @@ from .base import AbstractOffsetFormat, Blocks, check_stored_float, Scales, Stor
 
 
 class MLX(AbstractOffsetFormat):
-    r"""MLX's affine mode: $q s + o$, with integers $q$ from zero on, and a scale and an offset per block.
+    r"""MLX's affine mode: $q s + o$, with a scale $s$ and an offset $o$ per block.
+
+    The integers $q$ begin at zero.
 
     The offset $o$ is the value of a block that is farthest from zero, and $s$ leads from there to the other end. It is
     rounded so that $o / s$ is whole, and zero has a code if the block has values on both sides of it.

@@ -12,7 +12,7 @@ from .base import AbstractFormat, is_ours, levels_of
 
 @ft.lru_cache
 def steps_of(format: AbstractFormat) -> Steps | None:
-    """Returns how a format encodes, or `None` for one of a user, whose `encode` may do anything."""
+    """Returns how a format encodes, or `None` for one of a user, which may do anything."""
     if not is_ours(format, "encode"):
         return None
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -41,10 +41,10 @@ def _find(format: AbstractFormat) -> Steps | None:
         low, high = np.where(is_above, low, middle), np.where(is_above, middle, high)
     nan = int(np.asarray(encode(np.full(order.shape, np.nan, np.float32)))[0])
     steps = Steps(high.astype(np.int32), np.concatenate([codes[:1], found]).astype(np.int32), nan)
-    return _shortened(steps, format.bits)
+    return _find_rule(steps, format.bits)
 
 
-def _shortened(steps: Steps, bits: int) -> Steps:
+def _find_rule(steps: Steps, bits: int) -> Steps:
     """Returns steps with a rule that gives the same codes, if there is one."""
     top = 2**bits - 1
     if not np.array_equal(steps.codes, np.arange(steps.codes[0], steps.codes[-1] + 1)) or steps.codes[-1] != top:

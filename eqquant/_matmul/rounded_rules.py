@@ -37,8 +37,8 @@ from .._formats.base import spans_rows
 from .._methods import AbsMax
 from .._methods.given import FixedAmax
 from .._numerics.blocks import absmax
-from .._numerics.hashing import hashed_key, seed_of
-from .._numerics.primitives import compile_alone, mapped_size, move_mapped, Primal, Tangent, without_tangent
+from .._numerics.hashing import hash_values, make_hash_key
+from .._numerics.primitives import batch_axis_size, compile_alone, move_batch_axis, Primal, Tangent, zero_tangent_jvp
 from .._numerics.scale_bits import scale_to_bits
 from .rows import DynamicRows
 
@@ -81,7 +81,7 @@ def _round(x: Float[Array, "*batch m k"], rounding: Rounding | None, *largest: A
     # One matrix at a time: a scale of a whole tensor is that of a product. Its own bits seed its rounding: runs repeat
     # bit for bit, and two gradients share a seed about once in 2**32.
     def quantize(x: Array, *expected: Array) -> QuantizedArray:
-        key = hashed_key(seed_of(x)) if stochastic else None
+        key = make_hash_key(hash_values(x)) if stochastic else None
         q = quantize_array(x, format, (-1,), None, key, FixedAmax(*expected) if expected else AbsMax())
         return _mark_not_finite(q, x) if expected else q
 
@@ -124,7 +124,7 @@ def largest_seen(x: Float[Array, "*batch m k"], largest: Float32[Array, "*lead 3
 
 def _batch_seen(args: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array, int | None]:
     (x, largest), (x_axis, largest_axis) = args, dims
-    x = move_mapped(x, x_axis, mapped_size(args, dims))
+    x = move_batch_axis(x, x_axis, batch_axis_size(args, dims))
     if largest_axis is None:
         return largest_seen_p.bind(x, largest), None
     return largest_seen_p.bind(jnp.moveaxis(x, 0, x.ndim - largest.ndim - 1), jnp.moveaxis(largest, largest_axis, 0)), 0
@@ -151,13 +151,13 @@ def _batch_record(
     args: Sequence[Array], dims: Sequence[int | None], *, result: jax.core.ShapedArray
 ) -> tuple[Array, int]:
     (*values, nothing), (*axes, nothing_axis) = args, dims
-    size = mapped_size(args, dims)
+    size = batch_axis_size(args, dims)
     place = 0
     if any(axis is not None for axis in axes):  # of models, each with its own
-        values = [move_mapped(a, axis, size) for a, axis in zip(values, axes, strict=True)]
+        values = [move_batch_axis(a, axis, size) for a, axis in zip(values, axes, strict=True)]
         place = result.ndim - values[0].ndim  # before as many axes of a batch as the largest magnitudes have
     result = result.update(shape=(*result.shape[:place], size, *result.shape[place:]))
-    return record_p.bind(*values, move_mapped(nothing, nothing_axis, size, place), result=result), place
+    return record_p.bind(*values, move_batch_axis(nothing, nothing_axis, size, place), result=result), place
 
 
 def _abstract(
@@ -221,37 +221,37 @@ def _transpose(
 
 def _batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:
     (x, w, *largest), (x_axis, w_axis, *largest_axes) = args, dims
-    size = mapped_size(args, dims)
+    size = batch_axis_size(args, dims)
     if any(d is not None for d in largest_axes):  # of models, each with its own
-        largest = [move_mapped(a, d, size) for a, d in zip(largest, largest_axes, strict=True)]
+        largest = [move_batch_axis(a, d, size) for a, d in zip(largest, largest_axes, strict=True)]
         place = max(x.ndim - (x_axis is not None), w.ndim - (w_axis is not None)) - largest[0].ndim
         return rounded_matmul_p.bind(
-            move_mapped(x, x_axis, size, place), move_mapped(w, w_axis, size, place), *largest, **params
+            move_batch_axis(x, x_axis, size, place), move_batch_axis(w, w_axis, size, place), *largest, **params
         ), place
     bind = lambda x, w: rounded_matmul_p.bind(x, w, *largest, **params)
     if w_axis is None:
         # All examples share the weight: they become rows, so that the gradient of the weight sums over them.
-        x = move_mapped(x, x_axis, size, to=-3)
+        x = move_batch_axis(x, x_axis, size, to=-3)
         *batch, _, m, k = x.shape
         y = bind(x.reshape(*batch, size * m, k), w)
         return y.reshape(*batch, size, m, y.shape[-1]), len(batch)
     if x_axis is None:
-        w = move_mapped(w, w_axis, size, to=-3)
+        w = move_batch_axis(w, w_axis, size, to=-3)
         *batch, _, n, k = w.shape
         y = bind(x, w.reshape(*batch, size * n, k))
         return y.reshape(*y.shape[:-1], size, n), y.ndim - 1
-    return bind(move_mapped(x, x_axis, size), move_mapped(w, w_axis, size)), 0
+    return bind(move_batch_axis(x, x_axis, size), move_batch_axis(w, w_axis, size)), 0
 
 
 largest_seen_p.def_abstract_eval(lambda x, largest: largest.update(shape=largest.shape[:-1]))
 largest_seen_p.def_impl(compile_alone(largest_seen_p, _largest_seen, []))
-ad.primitive_jvps[largest_seen_p] = without_tangent(largest_seen_p)
+ad.primitive_jvps[largest_seen_p] = zero_tangent_jvp(largest_seen_p)
 batching.primitive_batchers[largest_seen_p] = _batch_seen
 mlir.register_lowering(largest_seen_p, mlir.lower_fun(_largest_seen, multiple_results=False))
 
 record_p.def_abstract_eval(lambda *args, result: result)
 record_p.def_impl(_record)
-ad.primitive_jvps[record_p] = without_tangent(record_p)
+ad.primitive_jvps[record_p] = zero_tangent_jvp(record_p)
 ad.primitive_transposes[record_p] = _transpose_record
 batching.primitive_batchers[record_p] = _batch_record
 mlir.register_lowering(record_p, mlir.lower_fun(_record, multiple_results=False))

@@ -24,7 +24,7 @@ from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.dense import allow_dense
 from .._array.primitive import operands_of, quantized_matmul_p
-from .._numerics.primitives import compile_alone, mapped_size, move_mapped, Primal, Tangent
+from .._numerics.primitives import batch_axis_size, compile_alone, move_batch_axis, Primal, Tangent
 from .._types import PyTreeDef
 from . import dispatch
 from .partition import divide_product
@@ -156,26 +156,26 @@ def _batch(
     **params: object,
 ) -> tuple[Array, int]:
     bind = ft.partial(quantized_matmul_p.bind, x_tree=x_tree, w_tree=w_tree, transpose=transpose, **params)
-    size = mapped_size(args, dims)
+    size = batch_axis_size(args, dims)
     count = x_tree.num_leaves
     x_leaves, w_leaves = list(zip(args, dims, strict=True))[:count], list(zip(args, dims, strict=True))[count:]
     if all(d is None for _, d in w_leaves):
         # All examples share the weight: they become rows, so a `vmap` of matvecs is one matmul.
-        stacked = [move_mapped(a, d, size, to=-3) for a, d in x_leaves]
+        stacked = [move_batch_axis(a, d, size, to=-3) for a, d in x_leaves]
         m = stacked[0].shape[-2]
         rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
         y = bind(*rows, *(a for a, _ in w_leaves), by_columns=(False, False))  # examples come before columns
         return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
     selected = _batch_selections(w_leaves, w_tree, size)
     if selected is not None:
-        return bind(*(move_mapped(a, d, size) for a, d in x_leaves), *selected), 0
-    weights = [move_mapped(a, d, size) for a, d in w_leaves]
+        return bind(*(move_batch_axis(a, d, size) for a, d in x_leaves), *selected), 0
+    weights = [move_batch_axis(a, d, size) for a, d in w_leaves]
     if all(d is None for _, d in x_leaves) and args[0].ndim == 2 and not transpose:
         # All weights share the input: their rows become the rows of one weight.
         n = weights[0].shape[1]
         y = bind(*(a for a, _ in x_leaves), *(a.reshape(size * n, a.shape[-1]) for a in weights))
         return y.reshape(y.shape[0], size, n), 1
-    return bind(*(move_mapped(a, d, size) for a, d in x_leaves), *weights), 0
+    return bind(*(move_batch_axis(a, d, size) for a, d in x_leaves), *weights), 0
 
 
 def _batch_selections(w_leaves: Sequence[tuple[Array, int | None]], w_tree: PyTreeDef, size: int) -> list[Array] | None:
@@ -184,10 +184,10 @@ def _batch_selections(w_leaves: Sequence[tuple[Array, int | None]], w_tree: PyTr
     if not isinstance(w, SelectedArray):
         return None
     *stack, (index, dim) = w_leaves
-    index = move_mapped(index, dim, size)
+    index = move_batch_axis(index, dim, size)
     if any(d is not None for _, d in stack):
         # A stack for each example: they become one.
-        stacks = [move_mapped(a, d, size) for a, d in stack]
+        stacks = [move_batch_axis(a, d, size) for a, d in stack]
         first = jnp.arange(size, dtype=index.dtype) * stacks[0].shape[1]
         index = index + first.reshape(-1, *[1] * (index.ndim - 1))
         return [*(a.reshape(-1, *a.shape[2:]) for a in stacks), index]

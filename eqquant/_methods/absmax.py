@@ -8,7 +8,7 @@ from .choose import ZeroPoints
 
 
 class AbsMax(AbstractScaleMethod):
-    r"""Takes the scales of the format's own rule, which usually maps the largest magnitude onto the outermost level.
+    r"""Takes the scale of the format, which usually maps the amax to the outermost level.
 
     This is the default. [`eqquant.Ternary`][] and [`eqquant.Binary`][] take the mean magnitude; the GGUF and OCP
     formats follow their specifications.

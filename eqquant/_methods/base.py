@@ -1,4 +1,4 @@
-"""The interface of methods, which take rows of values, and return plain arrays of codes and scales."""
+"""The interface of methods: rows of values in, codes and scales out, all plain arrays."""
 
 import abc
 import dataclasses
@@ -34,7 +34,7 @@ class AbstractMethod(eqx.Module):
         [`eqquant.quantize_tree`][] passes each leaf its own. A weight that is looked up, such as an embedding, or
         added, has no inputs: it is quantized without them, or by `method`. Lookups have statistics nevertheless if
         they were collected with `lookups=True`.
-    - `method`: another method, which quantizes what has no inputs. Declare it as a field if the method needs `inputs`.
+    - `method`: another method, for weights without inputs. Declare it as a field if the method needs `inputs`.
     - `statistic`: which of the statistics the method takes, `"gram"` or `"second_moment"`, so that they are checked.
     """
 
@@ -95,14 +95,16 @@ class AbstractMethod(eqx.Module):
         return own._with(inputs=inputs)
 
     def statistics_for(self, path: str) -> Statistics | None:
-        """Returns what was collected for one leaf of a tree, by this method or by `method`; `None` if nothing was."""
+        """Returns the statistics of one leaf, from this method or from `method`, or `None`."""
         inputs = self.inputs.get(path) if isinstance(self.inputs, Mapping) else None
         if is_collected(inputs):
             return inputs
         return None if self.method is None else self.method.statistics_for(path)
 
     def without_inputs(self) -> "AbstractMethod":
-        """Returns the method for a weight that no product uses: that is looked up, added or never reached.
+        """Returns the method for a weight that no product uses.
+
+        Such a weight is looked up, added or never reached.
 
         It is `method`, if there is one.
         """
@@ -115,7 +117,10 @@ class AbstractMethod(eqx.Module):
         return dataclasses.replace(self, **changes) if changes else self  # pyright: ignore[reportArgumentType]
 
     def check(self, name: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
-        """Raises if the statistics do not belong to an array, quantized along its axes. Errors call it `name`."""
+        """Raises if the statistics are not for an array, quantized along these axes.
+
+        Errors call it `name`.
+        """
         if self.statistic is not None and (self.inputs is not None or self.method is not None):
             check_statistic(self.inputs, self.statistic, type(self).__name__, name, shape, axes)
 
@@ -127,7 +132,9 @@ class AbstractMethod(eqx.Module):
 
 
 class AbstractScaleMethod(AbstractMethod):
-    """A method that chooses scales and zero points, and rounds values to the nearest code. Subclass it for your own.
+    """A method that chooses scales and zero points, and rounds to the nearest code.
+
+    Subclass it for your own.
 
     !!! Example
 
@@ -179,7 +186,10 @@ class AbstractScaleMethod(AbstractMethod):
     def choose_for_rows(
         self, rows: Rows, format: AbstractFormat, *, chunk: int | None = None
     ) -> tuple[Scales, ZeroPoints]:
-        """Returns the scale and the zero point of each block of rows of values, NaN for a block that is not finite."""
+        """Returns the scale and the zero point of each block of rows.
+
+        The scale of a block that is not finite is NaN.
+        """
         if self.inputs is None or self.choose_weighted is None:
             # Reductions need no memory, unless values are converted first, or a shorter last block is cut off.
             size = format.block_size

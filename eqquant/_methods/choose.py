@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, UInt8
 
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points, Scales
-from .._numerics.batching import by_chunks, Index
+from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import not_finite, num_blocks, split_blocks
 
 
@@ -24,8 +24,9 @@ def choose_by_blocks(
     *,
     chunk: int | None = None,
 ) -> tuple[Scales, ZeroPoints]:
-    """Cuts rows into blocks and chooses the scale and zero point of each. For your own
-    [`eqquant.extend.AbstractMethod`][].
+    """Cuts rows into blocks and chooses the scale and zero point of each.
+
+    For your own [`eqquant.AbstractMethod`][].
 
     !!! Example
 
@@ -38,12 +39,12 @@ def choose_by_blocks(
     - `choose`: a function of blocks and a format, as [`eqquant.extend.AbstractScaleMethod.choose_scales`][]. It is
         called for whole blocks, and again for a shorter last block.
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
-    - `format`: what to quantize to.
-    - `chunk`: as for [`eqquant.extend.AbstractMethod.quantize_rows`][].
+    - `format`: the format to quantize to.
+    - `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
 
     **Returns:**
 
-    What `choose` returns, for all blocks: float32 scales of shape `(*batch, blocks)`, and zero points, offsets or
+    The results of `choose` for all blocks: float32 scales of shape `(*batch, blocks)`, and zero points, offsets or
     `None`. The scale of a block that holds a NaN or an infinity is NaN.
 
     **Raises:**
@@ -66,7 +67,7 @@ def choose_by_weights(
     format: AbstractFormat,
     chunk: int | None,
 ) -> tuple[Scales, ZeroPoints]:
-    """As `choose_by_blocks`, with the weights of columns. `stack` are the first axes of `batch`."""
+    """As `choose_by_blocks`, with weights of columns. `stack` are the first axes of `batch`."""
     if weights.ndim > 1 and format.block_size != "tensor":
         return jax.vmap(lambda rows, weights: choose_by_weights(choose, rows, weights, format, chunk))(rows, weights)
     if format.block_size == "tensor":
@@ -93,7 +94,7 @@ def choose_by_parts(
         scales, zeros = zip(*(choose(part, n) for n, part in enumerate(parts)), strict=True)
         return jnp.concatenate(scales, axis=-1), None if zeros[0] is None else jnp.concatenate(zeros, axis=-1)
 
-    scale, zero_point = by_chunks(choose_rows, None if format.block_size == "tensor" else chunk, rows)
+    scale, zero_point = map_chunks(choose_rows, None if format.block_size == "tensor" else chunk, rows)
     blocks = (*batch, num_blocks(length, format.block_size))
     return jnp.broadcast_to(scale, blocks), None if zero_point is None else jnp.broadcast_to(zero_point, blocks)
 
@@ -104,7 +105,7 @@ def mark(scale: Scales, marks: Scales) -> Scales:
 
 
 def check_scales(scale: Array, zero_point: Array | None, shape: tuple[int, ...], format: AbstractFormat) -> None:
-    """Raises unless there is one scale, and one zero point or offset if the format has them, for each block."""
+    """Raises unless each block has one scale, and the zero point or offset of the format."""
     if scale.shape != shape:
         raise TypeError(f"There must be one scale per block, {shape} for {format!r}. Got shape {scale.shape}.")
     name, dtype = ("Offsets", jnp.float32) if has_offsets(format) else ("Zero points", jnp.uint8)

@@ -1,4 +1,4 @@
-"""Rounding values to the nearest codes and packing those, as a JAX primitive.
+"""Rounds values to the nearest codes and packs them, as a JAX primitive.
 
 On CPU it is native code; everywhere else it is operations of XLA.
 """
@@ -20,9 +20,9 @@ from .._native import calls
 from .._native.lowering import lower_on_cpu
 from .._native.steps import Scaling
 from .._numerics import packing
-from .._numerics.batching import by_chunks
+from .._numerics.batching import map_chunks
 from .._numerics.blocks import divide
-from .._numerics.primitives import along_first, compile_alone, without_tangent
+from .._numerics.primitives import compile_alone, leading_batching_rule, zero_tangent_jvp
 from .._types import PyTreeDef
 from .base import AbstractMethod, AbstractScaleMethod
 from .grid import encode_by, EncodedRows, Grid, multiplies, store
@@ -33,8 +33,11 @@ encode_p = jax.extend.core.Primitive("encode")
 
 def quantize_packed(
     method: AbstractMethod, rows: Float[Array, "*batch length"], format: AbstractFormat, chunk: int | None
-) -> EncodedRows | None:
-    """Returns what `method.quantize_rows` does, with packed codes; `None` for a method that finds codes itself."""
+) -> Encoded | None:
+    """Returns the result of `method.quantize_rows` with packed codes.
+
+    `None` for a method that finds codes itself.
+    """
     if type(method).quantize_rows is not AbstractScaleMethod.quantize_rows or not isinstance(
         method, AbstractScaleMethod
     ):
@@ -55,7 +58,7 @@ def encode_packed(
 def by_xla(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> Array:
     """Encodes by operations of XLA."""
     rows, grid = jtu.tree_unflatten(tree, args)
-    codes = by_chunks(lambda _, x, grid: encode_by(x.astype(jnp.float32), grid, format)[0], chunk, rows, grid)
+    codes = map_chunks(lambda _, x, grid: encode_by(x.astype(jnp.float32), grid, format)[0], chunk, rows, grid)
     return packing.pack(codes, format.bits)
 
 
@@ -87,6 +90,6 @@ def _abstract(*args: Any, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
 
 encode_p.def_abstract_eval(_abstract)
 encode_p.def_impl(compile_alone(encode_p, by_xla, ["tree", "format", "chunk"]))
-ad.primitive_jvps[encode_p] = without_tangent(encode_p)
-batching.primitive_batchers[encode_p] = along_first(encode_p)
+ad.primitive_jvps[encode_p] = zero_tangent_jvp(encode_p)
+batching.primitive_batchers[encode_p] = leading_batching_rule(encode_p)
 lower_on_cpu(encode_p, _native, by_xla)

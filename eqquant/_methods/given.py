@@ -22,8 +22,9 @@ class GivenScales(AbstractMethod):
 
 
 class FixedAmax(AbstractMethod):
-    """Takes the scale that a format chooses for a largest magnitude, and clips values beyond. It looks at no value
-    before it encodes them: NaN is clipped too.
+    """Takes the scale of a format for a known largest magnitude (amax), and clips beyond.
+
+    It looks at no value before it encodes them: NaN is clipped too.
     """
 
     amax: Float32[Array, ""]

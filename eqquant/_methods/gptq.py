@@ -1,4 +1,4 @@
-"""GPTQ: rounds one column at a time, and lets the columns that follow make up for its error."""
+"""GPTQ: rounds one column at a time, and corrects its error in the columns that follow."""
 
 import dataclasses
 
@@ -13,14 +13,16 @@ from .._numerics.batching import Index
 from .absmax import AbsMax
 from .base import AbstractMethod, AbstractScaleMethod
 from .choose import Rows, ZeroPoints
-from .gram import by_layers, check_gram, gram_of, HIGHEST, WIDTH
-from .grid import decode_by, encode_by, EncodedRows, Grid, store
+from .gram import check_gram, gram_of, HIGHEST, map_layers, WIDTH
+from .grid import decode_by, encode_by, Encoded, Grid, store
 from .inputs import Inputs
 
 
 class GPTQ(AbstractMethod):
-    r"""Chooses codes with a small error of the outputs, $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$, where
-    $G$ is the mean of $x x^T$ over the inputs of the weight.
+    r"""Chooses codes by the Gram matrix of the inputs, for a small error of the outputs.
+
+    The error is $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$, where $G$ is the mean of $x x^T$ over the
+    inputs of the weight.
 
     Rounds one column after the other, and changes the columns still to come so that they make up for its error.
     `method` chooses the scales from the original weight, so columns may come in any order, and the array need not
@@ -59,12 +61,12 @@ class GPTQ(AbstractMethod):
     ) -> None:
         """**Arguments:**
 
-        - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned with `gram=True`; for one array, the statistics
+        - `inputs`: the result of [`eqquant.calibrate.collect_stats`][] with `gram=True`; for one array, the statistics
             of its weight. A leaf that is looked up, such as an embedding, is quantized by `method` alone, unless they
             were collected with `lookups=True`.
         - `gram`: in place of `inputs`, the mean of $x x^T$ for one array: `(*stack, features, features)`. Any multiple
             of it gives the same codes.
-        - `damping`: what is added to the diagonal, relative to its mean.
+        - `damping`: a multiple of the mean of the diagonal, which is added to the diagonal.
         - `order`: `"activations"` rounds columns with large inputs first, while most others can still make up for their
             errors; `None` rounds them in the order of the weight.
         - `method`: the method that chooses scales and zero points; [`eqquant.AbsMax`][] by default. For
@@ -97,8 +99,8 @@ class GPTQ(AbstractMethod):
         scale_bits, offset_bits, grid = store(rows, scale, zero_point, format, chunk)
         factor = lambda gram: _factor(gram, self.damping, self.order)
         find_codes = lambda factor, columns, grid: _find_codes(factor, columns, grid, format)
-        codes = by_layers(factor, find_codes, gram, chunk, rows, grid)
-        return EncodedRows(codes, scale_bits, grid.zero_point, offset_bits)
+        codes = map_layers(factor, find_codes, gram, chunk, rows, grid)
+        return Encoded(codes, scale_bits, grid.zero_point, offset_bits)
 
     def _choose_scales(
         self, rows: Rows, gram: Array, format: AbstractFormat, chunk: int | None
@@ -115,9 +117,11 @@ class GPTQ(AbstractMethod):
 def _factor(
     gram: Float32[Array, "length length"], damping: float | int, order: str | None
 ) -> tuple[Float32[Array, "length length"], Int[Array, " length"]]:
-    """Returns an upper triangular `U` with $U^T U = G^{-1}$ for the damped Gram matrix `G`, and its order of columns.
+    """Returns `U`, upper triangular with $U^T U = G^{-1}$, and the order of columns.
 
-    Row `i` of `U` says how an error of column `i` is made up for by those that follow it.
+    `G` is the damped Gram matrix.
+
+    Row `i` of `U` says how the following columns correct an error of column `i`.
     """
     length = gram.shape[-1]
     diagonal = jnp.diagonal(gram)

@@ -1,4 +1,4 @@
-"""What methods share that measure the error of outputs by a Gram matrix, the mean of $x x^T$ over the inputs."""
+"""Errors of outputs, by the Gram matrix of the inputs: the mean of $x x^T$."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from .._numerics.batching import by_chunks, Index, vmap_leading
+from .._numerics.batching import Index, map_chunks, vmap_leading
 from .._types import PyTree
 from .inputs import Inputs, statistic
 
@@ -22,7 +22,10 @@ def gram_of(inputs: Inputs) -> Float32[Array, "*stack length length"]:
 
 
 def check_gram(inputs: Inputs, gram: Array | np.ndarray | None, damping: float | int) -> Inputs:
-    """Returns the statistics or the Gram matrix that a method was given. Raises for both, and for a wrong damping."""
+    """Returns the statistics or the Gram matrix given to a method.
+
+    Raises for both, and for a wrong damping.
+    """
     if inputs is not None and gram is not None:
         raise ValueError("`gram` must come without `inputs`. Got both. Pass the statistics, or the matrix.")
     if not 0 <= damping < float("inf"):
@@ -30,14 +33,14 @@ def check_gram(inputs: Inputs, gram: Array | np.ndarray | None, damping: float |
     return gram if inputs is None else inputs
 
 
-def by_layers(
+def map_layers(
     prepare: Callable[[Array], PyTree],
     function: Callable[..., PyTree],
     gram: Float32[Array, "*stack length length"],
     chunk: int | None,
     *arrays: PyTree,
 ) -> PyTree:
-    """Returns `function(prepare(gram), *arrays)` for each layer of a stack, a chunk of rows at a time.
+    """Returns `function(prepare(gram), *arrays)` for each layer, a chunk of rows at a time.
 
     The function takes and returns arrays whose columns come first, `(length, rows)`, so that one is contiguous.
     """
@@ -50,6 +53,6 @@ def by_layers(
             found = function(prepared, *jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]).T, arrays))
             return jax.tree.map(lambda x: x.T.reshape(*batch, len(x)), found)
 
-        return by_chunks(compute_rows, chunk, *arrays)
+        return map_chunks(compute_rows, chunk, *arrays)
 
     return vmap_leading(compute, gram.ndim - 2)(gram, *arrays)

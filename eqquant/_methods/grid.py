@@ -1,4 +1,4 @@
-"""Stores the scales and offsets of blocks, and rounds values to the levels that follow from what is stored."""
+"""Stores scales and offsets of blocks, and rounds values to the levels of the stored ones."""
 
 import math
 from typing import NamedTuple
@@ -9,15 +9,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt, UInt8
 
 from .._formats.base import AbstractFormat, has_offsets, levels_of, Scales
-from .._numerics.batching import by_chunks, Index
+from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import absmax, dequantize_blocks, divide, ends, expand, not_finite, num_blocks
 from .._numerics.scale_bits import bits_to_scale, round_up_from_zero, scale_to_bits
 from .choose import check_scales, choose_by_blocks, choose_by_parts, mark, Rows, ZeroPoints
 from .stochastic import move_stochastically
 
 
-class EncodedRows(NamedTuple):
-    """What a method returns: one code for each of `(*batch, length)` values, with the scales and zero points.
+class Encoded(NamedTuple):
+    """The result of a method: a code for each value, with the scales and zero points.
+
+    Codes are `(*batch, length)`.
 
     `scale` holds the bits of the scales, or an `EncodedRows` if the format quantizes its scales; so does `offset`.
     """
@@ -36,7 +38,7 @@ class Grid(NamedTuple):
     """The levels of each block, to which values are rounded.
 
     - `scale`, `stored_scale`: the scales as they were chosen, and as they are stored.
-    - `offset`, `stored_offset`: what is subtracted before values are divided, and what is added after decoding.
+    - `offset`, `stored_offset`: floats that are subtracted before dividing, and added after decoding.
     """
 
     scale: Scales
@@ -52,11 +54,11 @@ class Grid(NamedTuple):
 def store(
     rows: Rows, scale: Scales, zero_point: ZeroPoints, format: AbstractFormat, chunk: int | None = None
 ) -> tuple[ScaleBits, ScaleBits | None, Grid]:
-    """Returns scales and offsets of rows of values as the format stores them, and the levels that follow."""
+    """Returns scales and offsets as the format stores them, and the levels that follow."""
     if zero_point is not None and has_offsets(format):
         return _store_with_offset(rows, scale, zero_point, format, chunk)
     if zero_point is not None:
-        # They are packed as codes are, so one that is too large would change its neighbours.
+        # Zero points are packed as codes are, so a zero point that is too large would change its neighbours.
         zero_point = jnp.minimum(zero_point, 2**format.bits - 1).astype(jnp.uint8)
     scale_bits = store_scale(scale, format)
     return scale_bits, None, load_grid(scale_bits, zero_point, None, format)._replace(scale=scale)
@@ -65,7 +67,10 @@ def store(
 def _store_with_offset(
     rows: Rows, scale: Scales, offset: Scales, format: AbstractFormat, chunk: int | None
 ) -> tuple[ScaleBits, ScaleBits, Grid]:
-    """Stores scales and offsets. A block becomes zeros where what is stored might be further from it than zeros are."""
+    """Stores scales and offsets.
+
+    A block becomes zeros where the stored levels might be further from it than zeros are.
+    """
     # No level overflows float32, and no scale vanishes beside an offset.
     largest = float(jnp.finfo(jnp.float32).max) / (float(np.abs(levels_of(format)[0]).max()) + 1)
     scale = jnp.where(jnp.isnan(scale), scale, jnp.clip(scale, -largest, largest))
@@ -76,7 +81,7 @@ def _store_with_offset(
     stored_offset = jnp.zeros(()) if grid.stored_offset is None else grid.stored_offset
     near = _is_near(scale, grid.stored_scale) & _is_near(offset, stored_offset) & (grid.stored_scale != 0)
     if format.multiplies_by_reciprocal:
-        # ggml subtracts the offset as it is before it is rounded, as it multiplies by such a scale.
+        # ggml subtracts the offset before it is rounded, and multiplies by the scale before it is rounded.
         grid = grid._replace(scale=scale, offset=jnp.where(near, offset, stored_offset))
     keeps = near | ~(_largest_error(rows, grid, format, chunk) > _root_mean_square(rows, format, chunk))
     clear = lambda bits: clear_blocks(bits, keeps, format)
@@ -92,7 +97,7 @@ def clear_blocks(stored: ScaleBits, keeps: Bool[Array, "*batch blocks"], format:
 
 
 def _is_near(wanted: Scales, stored: Scales) -> Bool[Array, "*batch blocks"]:
-    """Returns where rounding for storage moved scales or offsets so little that it costs next to nothing."""
+    """Returns where storage rounds scales or offsets by so little that it hardly matters."""
     return jnp.abs(stored - wanted) <= jnp.abs(wanted) / 16
 
 
@@ -125,15 +130,17 @@ def load_grid(
     offset: ScaleBits | None,
     format: AbstractFormat,
 ) -> Grid:
-    """Returns the levels of each block, by what is stored."""
+    """Returns the levels of each block, from stored scales, zero points and offsets."""
     stored_scale = load_scale(scale, format)
     stored_offset = None if offset is None else load_scale(offset, format)
     return Grid(stored_scale, stored_scale, zero_point, stored_offset, stored_offset)
 
 
 def store_scale(scale: Scales, format: AbstractFormat) -> ScaleBits:
-    """Returns scales or offsets as the format stores them: their bits, or an `EncodedRows` if it quantizes its "
-    "scales."""
+    """Returns scales or offsets as the format stores them.
+
+    Their bits, or an `Encoded` if it quantizes its scales.
+    """
     if format.scale_format is None:
         return scale_to_bits(scale, format.scale_dtype)
     nested = format.scale_format
@@ -163,10 +170,10 @@ def decode_by(
 def encode_by(
     values: Float32[Array, "*batch length"], grid: Grid, format: AbstractFormat
 ) -> tuple[UInt8[Array, "*batch length"], Float32[Array, "*batch length"]]:
-    """Returns the nearest codes of values, and the values in units of their scales that were rounded."""
+    """Returns the nearest codes, and the values that were rounded, in units of their scales."""
     per_value = lambda x: expand(x.astype(jnp.float32), format.block_size, values.shape[-1])
     units = values if grid.offset is None else values - per_value(grid.offset)
-    # By the stored scales, since decoding multiplies by those.
+    # By the stored scales, since decoding multiplies by them.
     divided = divide(units, per_value(grid.stored_scale))
     if format.multiplies_by_reciprocal:
         multiplied = units * per_value(divide(jnp.ones_like(grid.scale), grid.scale))
@@ -182,7 +189,7 @@ def encode_by(
 
 
 def multiplies(scale: Scales, stored_scale: Scales) -> Bool[Array, "*batch blocks"]:
-    """Returns for which blocks of a format that multiplies by reciprocals values are really multiplied."""
+    """Returns which blocks multiply by the reciprocal, if the format multiplies at all."""
     # A scale beyond the range of its dtype, or near the end, is far from itself. Dividing makes the block saturate, or
     # zero.
     return _is_near(scale, stored_scale) & (stored_scale != 0)
@@ -196,15 +203,17 @@ def encode_rows(
     *,
     key: PRNGKeyArray | None = None,
     chunk: int | None = None,
-) -> EncodedRows:
-    """Encodes values with given scales: to the nearest codes, or with `key` by stochastic rounding.
+) -> Encoded:
+    """Encodes values with given scales.
+
+    Rounds to the nearest codes, or with `key` stochastically.
 
     A block that holds a NaN or an infinity gets a scale of NaN, so it decodes to NaN.
 
     **Arguments:**
 
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
-    - `scale`: float32, of shape `(*batch, blocks)`. Rounded to what `format` can store.
+    - `scale`: float32, of shape `(*batch, blocks)`. Rounded to a scale that `format` can store.
     - `zero_point`: `uint8` of the same shape, below `2**bits`; for a format with offsets these, float32; for any other
         format `None`.
     - `format`: the format to quantize to.
@@ -227,9 +236,12 @@ def encode_by_chunks(
     format: AbstractFormat,
     key: PRNGKeyArray | None = None,
     chunk: int | None = None,
-) -> EncodedRows:
-    """Encodes values by what `store` returned, whose scales are NaN for every block that is not finite."""
-    if key is not None:  # by what is stored, so that the mean of what values decode to is no other value
+) -> Encoded:
+    """Encodes values by the results of `store`.
+
+    The scale of every block that is not finite is NaN.
+    """
+    if key is not None:  # with the stored scales, so that the mean of the decoded values is right
         grid = grid._replace(scale=grid.stored_scale, offset=grid.stored_offset)
 
     def encode(first: Index, rows: Array, grid: Grid) -> Array:
@@ -238,7 +250,7 @@ def encode_by_chunks(
             return codes
         return move_stochastically(codes, values, format, _uniform_by_row(key, first, values.shape))
 
-    return EncodedRows(by_chunks(encode, chunk, rows, grid), scale_bits, grid.zero_point, offset_bits)
+    return Encoded(map_chunks(encode, chunk, rows, grid), scale_bits, grid.zero_point, offset_bits)
 
 
 def decode_rows(encoded: EncodedRows, format: AbstractFormat) -> Float32[Array, "*batch length"]:
@@ -246,7 +258,7 @@ def decode_rows(encoded: EncodedRows, format: AbstractFormat) -> Float32[Array, 
 
     **Arguments:**
 
-    - `encoded`: what [`eqquant.extend.encode_rows`][] returned.
+    - `encoded`: a result of [`eqquant.encode_rows`][].
     - `format`: the format of the codes.
 
     **Returns:**
@@ -257,7 +269,10 @@ def decode_rows(encoded: EncodedRows, format: AbstractFormat) -> Float32[Array, 
 
 
 def _uniform_by_row(key: PRNGKeyArray, first: Index, shape: tuple[int, ...]) -> Float32[Array, "*batch length"]:
-    """Numbers between zero and one that depend on a row and its number alone, not on the chunk that it is in."""
+    """Returns random numbers from zero to one that depend on the row and its number alone.
+
+    So they do not depend on the chunk.
+    """
     *batch, length = shape
     draw = lambda row: jax.random.uniform(jax.random.fold_in(key, row), (length,), jnp.float32)
     return jax.vmap(draw)(first + jnp.arange(math.prod(batch))).reshape(shape)

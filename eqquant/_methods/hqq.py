@@ -7,7 +7,7 @@ from jaxtyping import Array
 from .._formats.base import AbstractFormat, Blocks, Scales
 from .base import AbstractScaleMethod
 from .choose import ZeroPoints
-from .search import Best, Error, fit, least_squared, lower, Search, start_search
+from .search import Best, Error, fit, keep_better, Search, search_least_squares, start_search
 
 
 # The exponent of the norm, the first weight of the penalty, its growth, and the number of steps.
@@ -15,7 +15,9 @@ _P, _BETA, _KAPPA, _ITERATIONS = 0.7, 10.0, 1.01, 20
 
 
 class HQQ(AbstractScaleMethod):
-    r"""Chooses a scale with a small $\sum |x - \hat x|^{0.7}$ in each block, where outliers weigh less than in squares.
+    r"""Chooses a scale with a small $\sum |x - \hat x|^{0.7}$ in each block.
+
+    Outliers weigh less than in squares.
 
     Half-quadratic splitting: shrinks the errors, treats the remainder as outliers, and fits the scale to the rest by
     least squares. Starts at the scale of [`eqquant.MSE`][] and stays near it. (The global minimum gives up every
@@ -32,8 +34,8 @@ class HQQ(AbstractScaleMethod):
         search = start_search(blocks, format)
         robust = lambda factor: jnp.sum(jnp.abs(search.errors(factor)) ** _P, axis=-1)
         one = jnp.ones_like(search.scale)
-        squared = least_squared(search)
-        start = lower((one, robust(one)), squared, robust(squared))
+        squared = search_least_squares(search)
+        start = keep_better((one, robust(one)), squared, robust(squared))
         return search.result(_half_quadratic(search, squared, robust, start))
 
 
@@ -46,8 +48,8 @@ def _half_quadratic(search: Search, factor: Array, error: Error, best: Best[Arra
         factor, beta, best = state
         levels = search.levels(factor)
         outliers = size * _shrink((search.units - levels * factor[..., None]) / size, beta)
-        factor = search.storable(fit(search.units - outliers, levels, factor))
-        return (factor, beta * _KAPPA, lower(best, factor, error(factor))), None
+        factor = search.round_factor(fit(search.units - outliers, levels, factor))
+        return (factor, beta * _KAPPA, keep_better(best, factor, error(factor))), None
 
     start = (factor, jnp.asarray(_BETA, jnp.float32), best)
     (_, _, best), _ = jax.lax.scan(step, start, None, length=_ITERATIONS)

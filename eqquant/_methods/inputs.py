@@ -1,4 +1,4 @@
-"""Statistics of the inputs of a weight, as methods take them: an array, or what `calibrate` collected."""
+"""Statistics of the inputs of a weight: an array, or a result of `calibrate`."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike
 
 @runtime_checkable
 class Statistics(Protocol):
-    """What [`eqquant.calibrate.collect_stats`][] returns for one weight."""
+    """The statistics of one weight, from [`eqquant.calibrate.collect_stats`][]."""
 
     shape: tuple[int, ...]
     axis: int | tuple[int, ...] | None
@@ -21,10 +21,12 @@ class Statistics(Protocol):
 
 
 class InputsError(ValueError):
-    """An error about the statistics of one leaf, in three parts, so that those of several leaves become one error.
+    """An error about the statistics of one leaf.
 
-    - `rule`: what must hold; it names no leaf, and neither does the `remedy`.
-    - `got`: what the leaf has; it names the leaf.
+    It has three parts, so that the errors of several leaves become one.
+
+    - `rule`: the condition; it names no leaf, and neither does the `remedy`.
+    - `got`: the state of the leaf; it names the leaf.
     """
 
     def __init__(self, rule: str, got: str, remedy: str) -> None:
@@ -45,14 +47,19 @@ def is_collected(inputs: object) -> TypeGuard[Statistics]:
 
 
 def statistic(inputs: object, name: str) -> ArrayLike | None:
-    """Returns one statistic of what was collected for a weight; an array stands for the statistic itself."""
+    """Returns one of the collected statistics of a weight.
+
+    An array stands for the statistic itself.
+    """
     return getattr(inputs, name) if is_collected(inputs) else inputs  # pyright: ignore[reportReturnType]
 
 
 def check_statistic(
     inputs: object, name: str, method: str, leaf: str, shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> None:
-    """Raises if the statistics `inputs` do not belong to an array, called `leaf`, quantized along its axes.
+    """Raises if the statistics `inputs` are not for an array, quantized along its axes.
+
+    Errors call the array `leaf`.
 
     **Arguments:**
 

@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import Array, Float32, PRNGKeyArray
 
 from .._formats.base import AbstractFormat, AbstractOffsetFormat, Blocks, has_offsets, Scales
-from .._numerics.batching import by_chunks, Index
+from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import divide, num_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
 from .choose import choose_by_blocks, Rows, ZeroPoints
 from .grid import encode_by_chunks, encode_rows, EncodedRows, load_grid
 from .mse import MSE
-from .search import Best, lower
+from .search import Best, keep_better
 
 
 # Scales or offsets of one level: codes, and the floats that these are multiplied by.
@@ -29,13 +29,15 @@ _STEPS = np.array([(s, o) for s in (-1, 0, 1) for o in (-1, 0, 1) if s or o], np
 
 
 class JointMSE(AbstractMethod):
-    r"""Like [`eqquant.MSE`][], but also finds offsets and both levels of quantized scales, together with the codes.
+    r"""Finds scales, offsets and the scales of scales together with the codes.
+
+    Like [`eqquant.MSE`][], with a smaller error for formats that have several of these.
 
     For GGUF's K-quants ([`eqquant.formats.Q4_K`][] and its relatives) and for other formats with offsets. The scales
     and offsets of a K-quant are small integers times floats that 256 weights share. Rounding a scale to such an integer
     moves it far from the best one. So this method improves the integers, the floats and the codes in turn, each by
     least squares, while the squared error of a block, or of the blocks that share a float, falls. For a format with
-    neither offsets nor quantized scales it does what `MSE` does.
+    neither offsets nor quantized scales it equals `MSE`.
 
     !!! Example
 
@@ -54,20 +56,26 @@ class JointMSE(AbstractMethod):
         if nested is None or not isinstance(nested.block_size, int) or nested.scale_format is not None:
             return encode_rows(rows, scale, offset, format, key=key, chunk=chunk)
         two_levels = lambda _, rows, scale, offset: _choose_two_levels(rows, scale, offset, format, nested)
-        scale_bits, offset_bits = by_chunks(two_levels, chunk, rows, scale, offset)
+        scale_bits, offset_bits = map_chunks(two_levels, chunk, rows, scale, offset)
         grid = load_grid(scale_bits, None, offset_bits, format)
         return encode_by_chunks(rows, scale_bits, offset_bits, grid, format, key, chunk)
 
 
 def _choose_scales(blocks: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:
-    """Chooses the scale of each block, and its offset or its zero point, before scales are quantized."""
+    """Chooses the scale of each block, and its offset or zero point, as floats.
+
+    Scales of scales come later.
+    """
     if isinstance(format, AbstractOffsetFormat):
         return _choose_offsets(blocks, format)
     return MSE().choose_scales(blocks, format)
 
 
 def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scales, Scales]:
-    """Chooses the scale and the offset of each block: of a grid, each fitted to its codes by least squares."""
+    """Chooses the scale and the offset of each block.
+
+    The best of a grid, each fitted to its codes by least squares.
+    """
     top = 2**format.bits - 1
     factors = np.concatenate([np.linspace(top / (top + 1.5), top / (top - 0.5), 12), [0.9, 0.8, 0.7]])
     first = format.choose_scale(blocks)
@@ -83,18 +91,18 @@ def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scale
         scale, offset = start[0] * factor[0], start[1] * factor[1]
         for _ in range(2):
             levels, error = errors(scale, offset)
-            best = lower(best, (scale, offset), error)
+            best = keep_better(best, (scale, offset), error)
             sums = levels.sum(-1), jnp.square(levels).sum(-1), blocks.sum(-1), (levels * blocks).sum(-1)
             determinant = n * sums[1] - sums[0] ** 2
             fitted = divide(n * sums[3] - sums[0] * sums[2], determinant)
             moved = divide(sums[1] * sums[2] - sums[0] * sums[3], determinant)
-            if format.scale_format is not None:  # codes of one sign, that of the format's own choice
+            if format.scale_format is not None:  # codes have the sign of the format's own scale
                 one_sided = start[1] * moved <= 0
                 fitted = jnp.where(one_sided, divide(sums[3], sums[1]), fitted)
                 moved = jnp.where(one_sided, 0, moved)
             keeps = fitted * start[0] > 0
             scale, offset = jnp.where(keeps, fitted, scale), jnp.where(keeps, moved, offset)
-        return lower(best, (scale, offset), errors(scale, offset)[1]), None
+        return keep_better(best, (scale, offset), errors(scale, offset)[1]), None
 
     grid = jnp.asarray([(f, g) for f in factors for g in _SHRINK_OFFSET], jnp.float32)
     ((scale, offset), _), _ = jax.lax.scan(try_one, (start, errors(*start)[1]), grid)
@@ -102,13 +110,15 @@ def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scale
 
 
 def _levels(blocks: Array, scale: Array, offset: Array, format: AbstractFormat) -> Array:
-    """Returns what the nearest codes decode to."""
+    """Returns the values of the nearest codes."""
     units = divide(blocks - offset[..., None], jnp.broadcast_to(scale[..., None], blocks.shape))
     return format.decode(format.encode(units))
 
 
 class _Groups(eqx.Module):
-    """Groups of blocks, whose scales are codes of the format `nested` times a float of the group; so are offsets.
+    """Groups of blocks, whose scales are codes of `nested` times a float of the group.
+
+    So are offsets.
 
     A solution is a list of parts: scales, and if the format has them offsets. `counts` is zero for padding.
     """
@@ -156,7 +166,7 @@ class _Groups(eqx.Module):
             uu, uv, vv, ux, vx = sums(u * u), sums(u * v), sums(v * v), sums(u * self.values), sums(v * self.values)
             determinant = uu * vv - uv * uv
             outers = divide(ux * vv - vx * uv, determinant), divide(uu * vx - uv * ux, determinant)
-        return [(codes, _usable(self.round(new), old)) for (codes, old), new in zip(parts, outers, strict=True)]
+        return [(codes, _keep_usable(self.round(new), old)) for (codes, old), new in zip(parts, outers, strict=True)]
 
     def move_codes(self, parts: list[Part]) -> list[Part]:
         """Moves the codes of each block by one, where that lowers its error."""
@@ -164,7 +174,7 @@ class _Groups(eqx.Module):
         def move(best: Best[list[Array]], step: Array) -> tuple[Best[list[Array]], None]:
             decode, encode = self.nested.decode, self.nested.encode
             codes = [encode(decode(c) + d) for c, d in zip(best[0], step, strict=False)]
-            return lower(best, codes, self.errors([(c, p[1]) for c, p in zip(codes, parts, strict=True)])), None
+            return keep_better(best, codes, self.errors([(c, p[1]) for c, p in zip(codes, parts, strict=True)])), None
 
         (codes, _), _ = jax.lax.scan(move, ([c for c, _ in parts], self.errors(parts)), jnp.asarray(_STEPS))
         return [(c, p[1]) for c, p in zip(codes, parts, strict=True)]
@@ -172,12 +182,12 @@ class _Groups(eqx.Module):
 
 def _choose_two_levels(
     rows: Rows, scale: Scales, offset: Scales | None, format: AbstractFormat, nested: AbstractFormat
-) -> tuple[EncodedRows, EncodedRows | None]:
-    """Returns scales and offsets as the format stores them, near the given ones, of the least error found."""
+) -> tuple[Encoded, Encoded | None]:
+    """Returns stored scales and offsets near the given ones, of the least error found."""
     block, share = format.block_size if isinstance(format.block_size, int) else rows.shape[-1], nested.block_size
     blocks = num_blocks(rows.shape[-1], format.block_size)
     count = math.ceil(blocks / share)  # pyright: ignore[reportOperatorIssue]
-    # Whole groups; what is added counts for nothing.
+    # Pad to whole groups; padding has no weight in the error.
     pad = lambda x, size: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
     grouped = lambda x, *shape: pad(x, count * math.prod(shape)).reshape(*x.shape[:-1], count, *shape)
     values, counts = (grouped(x, share, block) for x in (rows.astype(jnp.float32), jnp.ones(rows.shape, jnp.float32)))
@@ -192,14 +202,14 @@ def _choose_two_levels(
         def try_outer(best: Best[list[Part]], factor: Array, n: int = n) -> tuple[Best[list[Part]], None]:
             parts = [*best[0]]
             parts[n] = groups.encode(wanted[n], own[n] * factor)
-            return lower(best, parts, groups.errors(parts).sum(-1)), None
+            return keep_better(best, parts, groups.errors(parts).sum(-1)), None
 
         best, _ = jax.lax.scan(try_outer, best, jnp.asarray(_OUTER))
 
     def improve(_: Index, parts: list[Part]) -> list[Part]:
         parts = groups.move_codes(parts)
         fitted = groups.fit_floats(parts)
-        return lower((parts, groups.errors(parts).sum(-1)), fitted, groups.errors(fitted).sum(-1))[0]
+        return keep_better((parts, groups.errors(parts).sum(-1)), fitted, groups.errors(fitted).sum(-1))[0]
 
     parts = groups.clear_worse(jax.lax.fori_loop(0, _ROUNDS, improve, best[0]))
     merge = lambda x: x.reshape(*x.shape[:-2], count * share)[..., :blocks]  # pyright: ignore[reportOperatorIssue]
@@ -207,5 +217,5 @@ def _choose_two_levels(
     return scale_bits, offset_bits[0] if has_offsets(format) else None
 
 
-def _usable(new: Array, old: Array) -> Array:
+def _keep_usable(new: Array, old: Array) -> Array:
     return jnp.where((new != 0) & jnp.isfinite(new), new, old)

@@ -1,4 +1,4 @@
-"""Learned rounding: improves the codes and the scales of another method in turn, for the inputs of the weight."""
+"""Learned rounding: improves codes and scales of another method in turn, on the inputs."""
 
 import dataclasses
 
@@ -14,8 +14,8 @@ from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
 from .choose import Rows
 from .gptq import GPTQ
-from .gram import by_layers, check_gram, gram_of, HIGHEST, WIDTH
-from .grid import decode_by, encode_by, EncodedRows, Grid, load_grid
+from .gram import check_gram, gram_of, HIGHEST, map_layers, WIDTH
+from .grid import decode_by, encode_by, Encoded, Grid, load_grid
 from .inputs import Inputs
 from .mse import MSE
 
@@ -30,7 +30,7 @@ class LearnedRounding(AbstractMethod):
     once, before it knows how it will round the next ones.) Works with every format. Scales do not change if the format
     quantizes them, or has one for the whole array.
 
-    The error is measured with the damping, in each row. It is never larger than that of `method`.
+    The error is measured with the damping, in each row. It is never larger than with `method`.
 
     !!! Example
 
@@ -63,14 +63,14 @@ class LearnedRounding(AbstractMethod):
     ) -> None:
         """**Arguments:**
 
-        - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned with `gram=True`; for one array, the statistics
+        - `inputs`: the result of [`eqquant.calibrate.collect_stats`][] with `gram=True`; for one array, the statistics
             of its weight.
         - `gram`: in place of `inputs`, the mean of $x x^T$ for one array: `(*stack, features, features)`.
         - `method`: the method to start from, `eqq.GPTQ(method=eqq.MSE())` by default. If it needs inputs and has none,
             it takes these. A weight that is looked up is quantized as by `method`, unless the statistics were collected
             with `lookups=True`.
         - `rounds`: how often to go over all codes and all scales.
-        - `damping`: what is added to the diagonal of the Gram matrix, relative to its mean.
+        - `damping`: a multiple of the mean of the diagonal, which is added to the diagonal of the Gram matrix.
 
         **Raises:**
 
@@ -98,7 +98,7 @@ class LearnedRounding(AbstractMethod):
         grid = load_grid(start.scale, start.zero_point, start.offset, format)
         damp = lambda gram: _damp(gram, self.damping)
         descend = lambda gram, columns, codes, grid: _descend(gram, columns, codes, grid, format, self.rounds)
-        codes, scale = by_layers(damp, descend, gram, chunk, rows, start.codes, grid)
+        codes, scale = map_layers(damp, descend, gram, chunk, rows, start.codes, grid)
         scale_bits = scale_to_bits(scale, format.scale_dtype) if _fits(format) else start.scale
         return start._replace(codes=codes, scale=scale_bits)
 
@@ -126,7 +126,7 @@ def _descend(
     format: AbstractFormat,
     rounds: int,
 ) -> tuple[UInt8[Array, "length rows"], Float32[Array, "blocks rows"]]:
-    """Returns codes and scales with a smaller error, or those that came."""
+    """Returns codes and scales with a smaller error, or the given ones."""
     problem = _LeastSquares(gram, columns.astype(jnp.float32), format)
     start = codes, grid
 
@@ -142,7 +142,10 @@ def _descend(
 
 
 class _LeastSquares(eqx.Module):
-    """The least squares problem of all rows. Arrays are transposed: `(length, rows)` and `(blocks, rows)`."""
+    """The least squares problem of all rows.
+
+    Arrays are transposed: `(length, rows)` and `(blocks, rows)`.
+    """
 
     gram: Float32[Array, "length length"]
     wanted: Float32[Array, "length rows"]

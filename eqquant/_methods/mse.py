@@ -4,11 +4,13 @@ from .._formats.base import AbstractFormat, Blocks, Scales
 from .base import AbstractScaleMethod
 from .choose import ZeroPoints
 from .inputs import Inputs
-from .search import least_squared, start_search
+from .search import search_least_squares, start_search
 
 
 class MSE(AbstractScaleMethod):
-    r"""Chooses the scale of least squared error $\sum (x - \hat x)^2$ in each block, and clips where that helps.
+    r"""Chooses the scale of least squared error $\sum (x - \hat x)^2$ in each block.
+
+    Clips where that helps.
 
     Searches a grid of factors of the format's own scale, then fits the scale to the codes by least squares. The error
     is never larger than with [`eqquant.AbsMax`][]. Works with every format.
@@ -24,7 +26,7 @@ class MSE(AbstractScaleMethod):
 
     **Arguments:**
 
-    - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned; for one array, the statistics of its weight, or the
+    - `inputs`: the result of [`eqquant.calibrate.collect_stats`][]; for one array, the statistics of its weight, or the
         mean squares of its inputs, `(*stack, features)`. `None` if all columns have equal weight.
     """
 
@@ -38,4 +40,4 @@ class MSE(AbstractScaleMethod):
         self, blocks: Blocks, weights: Blocks | None, format: AbstractFormat
     ) -> tuple[Scales, ZeroPoints]:
         search = start_search(blocks, format, weights)
-        return search.result(least_squared(search))
+        return search.result(search_least_squares(search))

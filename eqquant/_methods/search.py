@@ -46,7 +46,7 @@ class Search(NamedTuple):
     weights: Blocks | None = None
     offset: Scales | None = None  # stays as the format chooses it
 
-    def weighted(self, x: Array) -> Array:
+    def weigh(self, x: Array) -> Array:
         return x if self.weights is None else x * self.weights
 
     def levels(self, factor: Array) -> Array:
@@ -59,7 +59,7 @@ class Search(NamedTuple):
     def errors(self, factor: Array) -> Array:
         return self.units - self.levels(factor) * factor[..., None]
 
-    def storable(self, factor: Array) -> Array:
+    def round_factor(self, factor: Array) -> Array:
         """Rounds the factor so that its scale can be stored: to a power of two, for instance."""
         if self.format.scale_dtype == "float32" or self.format.scale_format is not None:
             return factor
@@ -69,7 +69,7 @@ class Search(NamedTuple):
 
     def result(self, factor: Array) -> tuple[Array, Array | None]:
         """Returns the scales, and their best zero points, or the offsets."""
-        # A very large scale stays as it is: a larger one might decode to infinity.
+        # A very large scale is kept: a larger one might decode to infinity.
         levels, used = levels_of(self.format)
         limit = float(jnp.finfo(jnp.float32).max) / max(2**9, 2 * float(np.abs(levels[used]).max()))
         scale = jnp.where(jnp.abs(self.scale) < limit, self.scale * factor, self.scale)
@@ -83,7 +83,7 @@ class Search(NamedTuple):
         return self.format.decode(self.format.encode(values + zero)) - zero
 
     def _zero_point(self, values: Array) -> Array:
-        """Returns the zero point of least squared error, for values that may span more than the levels do.
+        """Returns the zero point of least squared error, also for values beyond the levels.
 
         The levels are `0 ... top`, minus the zero point.
         """
@@ -91,7 +91,7 @@ class Search(NamedTuple):
         low, high = minmax(values)
         excess = jnp.maximum(high - low - top, 0)
         candidate = lambda cut: jnp.clip(jnp.round(-low - cut * excess), 0, top)
-        error = lambda zero: jnp.sum(self.weighted(jnp.square(values - self._levels_about(values, zero))), axis=-1)
+        error = lambda zero: jnp.sum(self.weigh(jnp.square(values - self._levels_about(values, zero))), axis=-1)
         return _least(error, candidate(0.0), candidate, _CUT_BELOW[1:])[0]
 
 
@@ -104,24 +104,27 @@ def start_search(blocks: Blocks, format: AbstractFormat, weights: Blocks | None 
     return Search(divide(blocks, jnp.broadcast_to(scale[..., None], blocks.shape)), scale, format, weights, offset)
 
 
-def least_squared(search: Search) -> Array:
-    """Returns the factor of least squared error of each block: the best of a grid, then fitted to its codes."""
-    squared = lambda factor: jnp.sum(search.weighted(jnp.square(search.errors(factor))), axis=-1)
+def search_least_squares(search: Search) -> Array:
+    """Returns the factor of least squared error of each block.
+
+    The best of a grid, then fitted to its codes.
+    """
+    squared = lambda factor: jnp.sum(search.weigh(jnp.square(search.errors(factor))), axis=-1)
     one = jnp.ones_like(search.scale)
-    best = _least(squared, one, lambda step: search.storable(jnp.full_like(one, step)), _FACTORS)
+    best = _least(squared, one, lambda step: search.round_factor(jnp.full_like(one, step)), _FACTORS)
 
     def refit(_: Index, best: Best[Array]) -> Best[Array]:
         levels = search.levels(best[0])
-        factor = search.storable(fit(search.units, levels, best[0], search.weighted(levels)))
-        return lower(best, factor, squared(factor))
+        factor = search.round_factor(fit(search.units, levels, best[0], search.weigh(levels)))
+        return keep_better(best, factor, squared(factor))
 
     return jax.lax.fori_loop(0, _REFITS, refit, best)[0]
 
 
-def lower(best: Best[Candidate], candidate: Candidate, error: Array) -> Best[Candidate]:
-    """Returns the candidate, and its error, where this is lower than that of the best.
+def keep_better(best: Best[Candidate], candidate: Candidate, error: Array) -> Best[Candidate]:
+    """Returns the candidate and its error where that error is lower, and the best elsewhere.
 
-    Candidates may be trees. All arrays share their leading axes, those of the errors.
+    Candidates may be trees. All arrays begin with the axes of the errors.
     """
     improved = error < best[1]  # never for a NaN
     where = lambda new, old: jnp.where(improved.reshape(*improved.shape, *[1] * (new.ndim - improved.ndim)), new, old)
@@ -129,7 +132,9 @@ def lower(best: Best[Candidate], candidate: Candidate, error: Array) -> Best[Can
 
 
 def fit(units: Array, levels: Array, factor: Array, weighted: Array | None = None) -> Array:
-    """Returns the factor of least squared error for given levels; keeps the old one if the new one is not positive.
+    """Returns the factor of least squared error for given levels.
+
+    Keeps the old one if the new one is not positive.
 
     `weighted` are the levels times the weights of their errors, if these have weights.
     """
@@ -140,10 +145,13 @@ def fit(units: Array, levels: Array, factor: Array, weighted: Array | None = Non
 
 
 def _least(error: Error, start: Array, candidate: Callable[[Array], Array], steps: np.ndarray) -> Best[Array]:
-    """Returns the candidate of least error for each block. Tries one at a time, to hold only one in memory."""
+    """Returns the candidate of least error for each block.
+
+    Tries one at a time, to hold only one in memory.
+    """
 
     def step(best: Best[Array], step: Array) -> tuple[Best[Array], None]:
         new = candidate(step)
-        return lower(best, new, error(new)), None
+        return keep_better(best, new, error(new)), None
 
     return jax.lax.scan(step, (start, error(start)), jnp.asarray(steps))[0]

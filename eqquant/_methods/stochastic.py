@@ -17,7 +17,7 @@ def move_stochastically(
     format: AbstractFormat,
     uniform: Float32[Array, "*shape"],
 ) -> UInt8[Array, "*shape"]:
-    """Rounds each value at random to the code below or above it, so that on average it decodes to the value.
+    """Rounds each value up or down at random, so that the mean decodes to the value.
 
     Works with every format.
 
@@ -55,12 +55,12 @@ class _EvenLevels(NamedTuple):
 
 @ft.lru_cache
 def _even_levels(format: AbstractFormat) -> _EvenLevels | None:
-    """Returns the distance of neighbouring levels and the ends, if all neighbours are as far apart; else `None`."""
+    """Returns the distance of neighbouring levels and the ends, or `None` if distances differ."""
     levels, _, above = _neighbours(format)
     _, reached = levels_of(format)
     grid, last = np.unique(levels[reached]), np.argmax(np.where(reached, levels, -np.inf))
     gaps = np.diff(grid)
-    # Each level but the last has a neighbour above, so every gap is one that values round in.
+    # Each level but the last has a neighbour above, so values round in every gap.
     joined = np.count_nonzero(reached & (above != np.arange(len(above)))) == len(gaps) and above[last] == last
     even = joined and np.count_nonzero(reached) == len(grid) and (gaps == gaps[0]).all()
     return _EvenLevels(np.float32(gaps[0]), np.float32(grid[0]), np.float32(grid[-1])) if even else None
@@ -68,7 +68,9 @@ def _even_levels(format: AbstractFormat) -> _EvenLevels | None:
 
 @ft.lru_cache
 def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the level of each code, and the codes of the next levels below and above, or the code itself.
+    """Returns the level of each code, and the codes of the next levels below and above.
+
+    A code without such a neighbour is its own.
 
     Two levels are neighbours only if values between them encode to both: some formats never round to zero.
     """

@@ -27,7 +27,9 @@ def multiply(
     *more: Array,
     **attributes: bool,
 ) -> Float[Array, "*batch m outer"]:
-    """Calls a product, `MATMUL` or `MATMUL_INT8`, with `more` arguments and attributes than both have.
+    """Calls a product, `MATMUL` or `MATMUL_INT8`.
+
+    `more` and `attributes` are specific to one of the two.
 
     `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
     so that the transposes of its caller cancel.
@@ -58,7 +60,9 @@ def why_not_decode(layout: Layout, dtype: DTypeLike) -> str | None:
 
 
 def decode(weight: Stored, layout: Layout, dtype: DTypeLike, *, clip: bool) -> Float[Array, "*batch k"]:
-    """Decodes to a dense weight, unless `why_not_decode`. The bits are those of XLA's operations.
+    """Decodes to a dense weight, unless `why_not_decode`.
+
+    It returns the same bits as XLA's operations.
 
     The weight may have a single row without an axis for it. With `clip`, clips to the finite range of `dtype`.
     """
@@ -127,8 +131,11 @@ def reduce(blocks: Float32[Array, "*batch blocks block"], kind: str) -> Float32[
     return call(blocks.reshape(count, length), kind=np.int32(_REDUCTIONS.index(kind))).reshape(*batch, 1)
 
 
-def in_bytes(layout: Layout) -> bool:
-    """Returns whether kernels multiply codes of eight bits: those, and the ones that lie in several bytes."""
+def has_byte_codes(layout: Layout) -> bool:
+    """Returns whether kernels multiply codes of eight bits.
+
+    These have eight bits, or lie in several bytes.
+    """
     return layout.bits not in (1, 2, 4)
 
 
@@ -152,4 +159,4 @@ def _attributes(weight: Stored, layout: Layout) -> dict[str, np.ndarray]:
 
 def _values(layout: Layout) -> int:
     """Returns the fastest way to decode codes of eight bits, as a number of the C++ interface."""
-    return ("table", "integer", "float8_e4m3fn", "float8_e5m2").index(layout.kind) if in_bytes(layout) else 0
+    return ("table", "integer", "float8_e4m3fn", "float8_e5m2").index(layout.kind) if has_byte_codes(layout) else 0

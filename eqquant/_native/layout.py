@@ -1,4 +1,4 @@
-"""A quantized weight as kernels see it: its arrays as they are stored, and the meaning of their bits. No formats.
+"""A quantized weight as kernels see it: stored arrays, and the meaning of their bits.
 
 Any format of at most 256 codes is a table of values, so kernels need no formats: NF4, integers and small floats of four
 bits are all tables of 16 values. `kind` marks tables that can be decoded faster than by a lookup.
@@ -18,7 +18,9 @@ ScaleKind = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "u
 
 
 class Stored(NamedTuple):
-    """The same as stored, for `cpu`: zero points packed as codes are, and offsets stored as scales are.
+    """The stored arrays of a weight, for `cpu`.
+
+    Zero points are packed as codes are, and offsets stored as scales are.
 
     With `Layout.nested` scales are `scale_codes`, with scales of their own, and offsets likewise.
     """
@@ -47,7 +49,10 @@ class Layout(NamedTuple):
 
     @property
     def planes(self) -> int:
-        """The number of planes of a segment, as `_numerics/packing.py` packs codes: how many share a byte."""
+        """The number of planes of a segment: how many codes share a byte.
+
+        As `_numerics/packing.py` packs them.
+        """
         return 8 // (self.bits & -self.bits)  # the lowest bit of the width is that of the narrowest part
 
     @property
@@ -60,7 +65,9 @@ class Layout(NamedTuple):
         return _kind(self.table)
 
     def stretch(self, dtype: DTypeLike) -> float:
-        """Returns a factor for the table that makes rounding it to `dtype` lose less. Divide scales by the factor.
+        """Returns a factor for the table that makes rounding it to `dtype` lose less.
+
+        Divide scales by the factor.
 
         The rounding error of the table is the same in every block. If its mean is not zero, it adds up along a row
         whenever the mean of `x` is not zero.

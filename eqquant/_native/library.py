@@ -1,4 +1,4 @@
-"""Loads the shared library of `eqquant-cpu`, if it is installed, when the first product needs it.
+"""Loads the shared library of `eqquant-cpu`, if installed, when a product first needs it.
 
 A mismatch must never break JAX. XLA asks a foreign function which version of the interface it was built with. If XLA
 cannot serve that version, and no backend has started yet, then no backend ever starts. So compare versions first, and
@@ -23,7 +23,7 @@ _INSTALL = f"build `eqquant-cpu` {VERSION} by `pip install ./native` in a clone 
 
 @ft.cache
 def refusal() -> str | None:
-    """Returns why this process has no native kernels, with the remedy, or `None` if it has them."""
+    """Returns why there are no native kernels, with the remedy, or `None` if there are."""
     try:
         import eqquant_cpu  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
@@ -37,7 +37,7 @@ def refusal() -> str | None:
 
 
 def isa() -> str | None:
-    """Returns the instruction set that the kernels use, such as `"avx512"`; `None` without kernels."""
+    """Returns the instruction set of the kernels, such as `"avx512"`; `None` without kernels."""
     return None if refusal() is not None else _library().eqquant_cpu_isa().decode()
 
 

@@ -7,7 +7,9 @@ from jaxtyping import Array, Float32
 
 
 class Steps(NamedTuple):
-    """The codes of all floats, ascending: `codes[0]` below `starts[0]`, then `codes[i + 1]` from `starts[i]` on.
+    """The codes of all floats, ascending, and the floats at which they change.
+
+    `codes[0]` stands below `starts[0]`, `codes[i + 1]` from `starts[i]` on.
 
     - `starts`: floats, as integers of the same order (`float_order`), in which zero is above minus zero.
     - `nan`: the code of NaN.
@@ -23,7 +25,9 @@ class Steps(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """How values become levels, `(values - offset) * factor / divisor + shift`, with numbers for each block.
+    """The numbers per block that turn values into levels.
+
+    A level is `(values - offset) * factor / divisor + shift`.
 
     Where the divisor is zero, values are zero before the shift. Where it is one, and there are factors, nothing is
     divided; elsewhere factors are one.

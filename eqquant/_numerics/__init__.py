@@ -1,1 +1,1 @@
-"""Numbers without arrays of ours and without formats: packing, small floats, blocks, rounding."""
+"""Numbers without formats and quantized arrays: packing, small floats, blocks, rounding."""

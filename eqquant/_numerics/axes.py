@@ -1,4 +1,4 @@
-"""Converts between logical order and memory order, where the quantized axes are last, merged into one."""
+"""Converts between logical order and memory order: quantized axes last, merged into one."""
 
 import math
 
@@ -23,6 +23,9 @@ def memory_order(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, 
 
 
 def logical_order(rows: Array, axes: tuple[int, ...], lengths: tuple[int, ...]) -> Array:
-    """The inverse of `memory_order`, for an array of any dtype. `lengths` are the lengths of the quantized axes."""
+    """The inverse of `memory_order`, for an array of any dtype.
+
+    `lengths` are the lengths of the quantized axes.
+    """
     x = rows.reshape(*rows.shape[:-1], *lengths)
     return jnp.moveaxis(x, range(-len(axes), 0), axes)

@@ -22,8 +22,10 @@ def vmap_leading(function: Callable[..., T], axes: int) -> Callable[..., T]:
     return function
 
 
-def by_chunks(function: Callable[..., T], chunk: int | None, *arrays: PyTree) -> T:
-    """Returns `function(0, *arrays)`, computed a chunk of rows at a time: `function(first_row, *rows_of_arrays)`.
+def map_chunks(function: Callable[..., T], chunk: int | None, *arrays: PyTree) -> T:
+    """Returns `function(0, *arrays)`, computed a chunk of rows at a time.
+
+    A chunk is `function(first_row, *rows_of_arrays)`.
 
     All arrays share their batch axes; a row is the last axis. The first argument is an array. The last chunk overlaps
     the one before it.

@@ -19,7 +19,7 @@ def num_blocks(length: int, block_size: BlockSize) -> int:
 
 
 def split_blocks(x: Float[Array, "*batch length"], block_size: BlockSize) -> list[Float[Array, "... blocks block"]]:
-    """Cuts the last axis into blocks: the whole ones, and the shorter last one if the length leaves a remainder.
+    """Cuts the last axis into blocks: the whole ones, and a shorter last one if any.
 
     So a scale rule only sees real values, never padding. `"tensor"` makes the whole array one block.
     """
@@ -38,7 +38,10 @@ def split_blocks(x: Float[Array, "*batch length"], block_size: BlockSize) -> lis
 
 
 def expand(per_block: Array, block_size: BlockSize, length: int) -> Array:
-    """Repeats one value per block into one value per element: `(*batch, blocks)` to `(*batch, length)`."""
+    """Repeats one value per block into one per element.
+
+    `(*batch, blocks)` becomes `(*batch, length)`.
+    """
     *batch, blocks = per_block.shape
     if block_size is None or block_size == "tensor":
         return jnp.broadcast_to(per_block, (*batch, length))
@@ -65,7 +68,7 @@ def dequantize_values(
     zero_point: Float[Array, "*shape"] | None,
     offset: Float[Array, "*shape"] | None,
 ) -> Float[Array, "*shape"]:
-    """As `dequantize_blocks`, with numbers for each value. What is `None` changes nothing."""
+    """As `dequantize_blocks`, with numbers for each value. `None` changes nothing."""
     values = values if zero_point is None else values - zero_point
     values = values if scale is None else values * scale
     return values if offset is None else values + offset
@@ -94,12 +97,15 @@ def absmean(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch
 
 
 def minmax(blocks: Float[Array, "*batch blocks block"]) -> tuple[Array, Array]:
-    """Returns the smallest and the largest value of each block, widened to include zero, so that zero has a code."""
+    """Returns the least and the largest value of each block, widened to include zero.
+
+    So zero has a code.
+    """
     return reduce_blocks(blocks, "low"), reduce_blocks(blocks, "high")
 
 
 def ends(blocks: Float[Array, "*batch blocks block"]) -> tuple[Array, Array]:
-    """Returns the smallest and the largest value of each block, zero for a block without values."""
+    """Returns the least and the largest value of each block; zeros for an empty block."""
     if blocks.shape[-1] == 0:
         zeros = jnp.zeros(blocks.shape[:-1], blocks.dtype)
         return zeros, zeros
@@ -107,6 +113,9 @@ def ends(blocks: Float[Array, "*batch blocks block"]) -> tuple[Array, Array]:
 
 
 def divide(x: Float[Array, "*shape"], scale: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns `x / scale`, and 0 where the scale is 0 (a block of zeros, or of values too small for any scale)."""
+    """Returns `x / scale`, and 0 where the scale is 0.
+
+    Such a block holds zeros, or values too small for any scale.
+    """
     usable = scale != 0
     return jnp.where(usable, x / jnp.where(usable, scale, 1), 0)

@@ -1,8 +1,10 @@
-"""Randomised Hadamard transforms: orthogonal, with entries that all have about the same magnitude, and fast.
+"""Randomised Hadamard transforms: orthogonal, fast, with entries of equal magnitude.
+
+Without a Hadamard matrix for a size, magnitudes are only about equal.
 
 A transform of `K` values is the Kronecker product of small matrices, after random signs. With a power of two they are
 Hadamard matrices of Sylvester. Another `K` has an odd divisor: together with a few powers of two that is the order of a
-Hadamard matrix of Paley, where there is one, and else a matrix of Hartley for each of its prime factors.
+Hadamard matrix of Paley if there is one; otherwise each prime factor has a matrix of Hartley.
 """
 
 import functools as ft
@@ -21,7 +23,9 @@ _LARGEST_PALEY = 256
 
 
 def rotate(x: Float[Array, "..."], axis: int, seed: int, *, back: bool = False) -> Float[Array, "..."]:
-    """Multiplies `x` along an axis by the orthogonal matrix of a seed, or `back`, by its transpose.
+    """Multiplies `x` along an axis by the orthogonal matrix of a seed.
+
+    With `back`, by its transpose.
 
     It is computed in float32, or in float64 for such an `x`, and rounded to the dtype of `x` at the end.
     """
@@ -46,15 +50,18 @@ def rotate(x: Float[Array, "..."], axis: int, seed: int, *, back: bool = False) 
 
 
 def random_signs(size: int, seed: int) -> np.ndarray:
-    """Returns as many signs, the same ones for a seed wherever and with whichever versions this runs."""
-    # The bits of PCG64 are specified. Those of `jax.random` depend on options, and NumPy's functions may change.
+    """Returns `size` random signs, the same for a seed on every machine and version."""
+    # The bits of PCG64 are specified. The bits of `jax.random` depend on options, and NumPy's functions may change.
     bits = np.random.PCG64(seed).random_raw(-(-size // 64)).astype("<u8").view(np.uint8)
     return 1.0 - 2.0 * np.unpackbits(bits, count=size)
 
 
 @ft.lru_cache(maxsize=32)
 def factors(size: int) -> tuple[np.ndarray, ...]:
-    """Returns matrices whose orders multiply to `size`, each orthogonal but for a factor: the root of its order."""
+    """Returns matrices whose orders multiply to `size`.
+
+    Each is orthogonal but for a factor, the root of its order.
+    """
     powers = (size & -size).bit_length() - 1
     odd, found = size >> powers, []
     if odd > 1:
@@ -99,7 +106,10 @@ def _paley(order: int) -> np.ndarray | None:
 
 
 def _jacobsthal(prime: int) -> np.ndarray:
-    """Returns 1 where the difference of row and column is a square modulo a prime, -1 where it is not, 0 for zero."""
+    """Returns the quadratic characters modulo a prime of row minus column.
+
+    1 for a square, -1 for no square, 0 for zero.
+    """
     squares = np.full(prime, -1.0)
     squares[np.arange(1, prime) ** 2 % prime] = 1
     squares[0] = 0

@@ -1,4 +1,6 @@
-"""Random numbers by a hash of two multiplications: for rounding, where speed counts and statistics hardly do.
+"""Random numbers by a hash of two multiplications, for rounding.
+
+There speed counts, and statistics hardly do.
 
 JAX's own generator, Threefry, takes longer than the rest of rounding together.
 """
@@ -18,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, UInt, UInt32
 _STEP, _FIRST, _SECOND = np.uint32(0x9E3779B9), np.uint32(0x21F0AAAD), np.uint32(0x735A2D97)
 
 
-def hashed_key(seed: UInt32[Array, ""]) -> PRNGKeyArray:
+def make_hash_key(seed: UInt32[Array, ""]) -> PRNGKeyArray:
     """Returns a key for `jax.random` whose numbers are a hash of `seed` and of their place."""
     return jr.key(seed, impl=_IMPLEMENTATION)
 
@@ -30,8 +32,10 @@ def _mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     return x ^ (x >> np.uint32(15))
 
 
-def seed_of(x: Float[Array, "m k"]) -> UInt32[Array, ""]:
-    """Returns a hash of the values of a matrix, each with its place. That of the transpose is another.
+def hash_values(x: Float[Array, "m k"]) -> UInt32[Array, ""]:
+    """Returns a hash of the values of a matrix, each with its place.
+
+    The transpose has another hash.
 
     The sum is one of integers, so it does not depend on the order, nor on how devices divide `x`.
     """
@@ -40,16 +44,16 @@ def seed_of(x: Float[Array, "m k"]) -> UInt32[Array, ""]:
     return jnp.sum(_mix(bits + row * _STEP + column * _SECOND), dtype=jnp.uint32)
 
 
-def _seed(seed: Array) -> UInt32[Array, "1"]:
+def _make_key(seed: Array) -> UInt32[Array, "1"]:
     return _mix(seed.astype(jnp.uint32) + _STEP).reshape(1)
 
 
-def _counted(key: UInt32[Array, "1"], count: int) -> UInt32[Array, " count"]:
+def _hash_counters(key: UInt32[Array, "1"], count: int) -> UInt32[Array, " count"]:
     return _mix(jnp.arange(count, dtype=jnp.uint32) * _STEP + key)
 
 
 def _split(key: UInt32[Array, "1"], shape: Sequence[int]) -> UInt32[Array, "*shape 1"]:
-    return _counted(_mix(~key), math.prod(shape)).reshape(*shape, 1)
+    return _hash_counters(_mix(~key), math.prod(shape)).reshape(*shape, 1)
 
 
 def _fold_in(key: UInt32[Array, "1"], data: Array) -> UInt32[Array, "1"]:
@@ -58,12 +62,12 @@ def _fold_in(key: UInt32[Array, "1"], data: Array) -> UInt32[Array, "1"]:
 
 def _random_bits(key: UInt32[Array, "1"], bit_width: int, shape: Sequence[int]) -> UInt[Array, "*shape"]:
     dtype = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bit_width]
-    return (_counted(key, math.prod(shape)) >> np.uint32(32 - bit_width)).astype(dtype).reshape(*shape)
+    return (_hash_counters(key, math.prod(shape)) >> np.uint32(32 - bit_width)).astype(dtype).reshape(*shape)
 
 
 _IMPLEMENTATION = jax.extend.random.define_prng_impl(
     key_shape=(1,),
-    seed=_seed,
+    seed=_make_key,
     split=_split,
     random_bits=_random_bits,
     fold_in=_fold_in,  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Evenly spaced levels of any width: chooses scales and zero points, encodes and decodes whole numbers.
+"""Evenly spaced levels of any width: scales, zero points, and codes of whole numbers.
 
 Symmetric codes are stored plus `2**(bits - 1)`, so that they are unsigned.
 """

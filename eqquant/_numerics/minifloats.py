@@ -1,4 +1,4 @@
-"""Encodes real values to floats of eight bits or fewer, stored as `uint8`, and decodes them.
+"""Encodes values to floats of eight bits or fewer, stored as `uint8`, and decodes them.
 
 Encoding is integer arithmetic on the bits of a float32, so results are the same on every backend, with or without
 hardware support. Only decoding uses JAX's fp8 types, which every backend has.
@@ -63,7 +63,10 @@ UE4M4 = Minifloat(4, 4, bias=8, max=248.0, signed=False)
 
 
 def floor_log2(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Returns `floor(log2(x))` of a positive float32, exactly; -127 for zero and subnormal numbers."""
+    """Returns `floor(log2(x))` of a positive float32, exactly.
+
+    -127 for zero and subnormal numbers.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return ((bits >> 23) & 255) - 127
 
@@ -74,12 +77,18 @@ def exp2(exponent: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 
 def encode_e8m0(scale: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Returns the E8M0 code of a power of two (OCP MX 1.0, section 5.4.1): its exponent plus 127. Zero gives code 0."""
+    """Returns the E8M0 code of a power of two: its exponent plus 127.
+
+    OCP MX 1.0, section 5.4.1. Zero gives code 0.
+    """
     return (floor_log2(scale) + 127).astype(jnp.uint8)
 
 
 def decode_e8m0(codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Returns `2**(code - 127)`; NaN for code 255. Many backends flush code 0, the subnormal `2**-127`, to zero."""
+    """Returns `2**(code - 127)`; NaN for code 255.
+
+    Many backends flush code 0, the subnormal `2**-127`, to zero.
+    """
     bits = jnp.where(codes == 0, jnp.int32(1 << 22), codes.astype(jnp.int32) << 23)
     value = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(codes == 255, jnp.float32(jnp.nan), value)

@@ -10,7 +10,7 @@ Unpacking is a shift and a mask of contiguous runs, without interleaving. And a 
 so a kernel multiplies it by a contiguous tile of activations.
 
 Codes of another width are split into *parts* of these widths, the widest in the low bits: 3 = 2 + 1, 5 = 4 + 1,
-6 = 4 + 2. A segment is as long as one of the narrowest part, and holds the bytes of one part after those of another:
+6 = 4 + 2. A segment is as long as one of the narrowest part, and holds the bytes of one part after another:
 
     3 bits, one segment of 512 codes:   128 bytes of the low two bits, 64 bytes of the high bit
 """
@@ -30,12 +30,18 @@ def widths(bits: int) -> tuple[int, ...]:
 
 
 def num_planes(bits: int) -> int:
-    """Returns the number of planes of a segment: how many codes of the narrowest part share a byte."""
+    """Returns the number of planes of a segment.
+
+    That is how many codes of the narrowest part share a byte.
+    """
     return 8 // widths(bits)[-1]
 
 
 def packed_length(length: int, bits: int) -> int:
-    """Returns the number of bytes of `length` codes: `length * width / 8`, rounded up, for each part of a code."""
+    """Returns the number of bytes of `length` codes.
+
+    `length * width / 8`, rounded up, for each part of a code.
+    """
     return sum(-(-length * width // 8) for width in widths(bits))
 
 
@@ -85,7 +91,10 @@ def unpack_plane(segments: UInt8[Array, "*batch slabs units unit"], plane: int, 
 
 
 def _by_segments(function: Callable[[Array], Array], x: Array, count: int, size: int) -> Array:
-    """Applies a function to whole segments, `(*batch, count, size)`, and to the shorter last one."""
+    """Applies a function to whole segments, and to the shorter last one.
+
+    Whole segments are `(*batch, count, size)`.
+    """
     *batch, length = x.shape
     done = []
     if count > 0:

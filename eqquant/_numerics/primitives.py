@@ -1,4 +1,4 @@
-"""What the rules of the primitives share."""
+"""Rules that the primitives share."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -20,7 +20,9 @@ Primal: TypeAlias = Array | ad.UndefinedPrimal  # of a rule of transposition
 def compile_alone(
     primitive: Primitive, compute: Callable[..., Array], static: Sequence[str], **fixed: object
 ) -> Callable[..., Array]:
-    """Returns what a primitive does outside of `jit`: a program of its own, or where `jit` is disabled, `compute`.
+    """Returns the implementation of a primitive outside of `jit`: a program of its own.
+
+    Where `jit` is disabled, that is `compute`.
 
     `static` are the names of its parameters, and `fixed` the values that some of them take there.
     """
@@ -34,19 +36,19 @@ def compile_alone(
     return jax.jit(run, static_argnames=static)
 
 
-def mapped_size(args: Sequence[Array], dims: Sequence[int | None]) -> int:
+def batch_axis_size(args: Sequence[Array], dims: Sequence[int | None]) -> int:
     """Returns the length of the mapped axis."""
     return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
 
 
-def move_mapped(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
+def move_batch_axis(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
     """Moves the mapped axis to place `to`, or broadcasts along a new one."""
     if dim is not None:
         return jnp.moveaxis(a, dim, to)
     return jnp.moveaxis(jnp.broadcast_to(a, (size, *a.shape)), 0, to)
 
 
-def without_tangent(primitive: Primitive) -> Callable[..., tuple[Array, ad.Zero]]:
+def zero_tangent_jvp(primitive: Primitive) -> Callable[..., tuple[Array, ad.Zero]]:
     """Returns the JVP rule of a primitive that takes integers alone, or gives integers."""
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], **params: object) -> tuple[Array, ad.Zero]:
@@ -57,11 +59,14 @@ def without_tangent(primitive: Primitive) -> Callable[..., tuple[Array, ad.Zero]
     return jvp
 
 
-def along_first(primitive: Primitive) -> Callable[..., tuple[Array, int]]:
-    """Returns the batching rule of a primitive that works along the last axes of operands with equal first ones."""
+def leading_batching_rule(primitive: Primitive) -> Callable[..., tuple[Array, int]]:
+    """Returns the batching rule of a primitive that maps over leading axes.
+
+    Its operands have equal first axes, and it works along the last ones.
+    """
 
     def batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:
-        size = mapped_size(args, dims)
-        return primitive.bind(*(move_mapped(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
+        size = batch_axis_size(args, dims)
+        return primitive.bind(*(move_batch_axis(a, d, size) for a, d in zip(args, dims, strict=True)), **params), 0
 
     return batch

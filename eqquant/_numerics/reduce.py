@@ -1,7 +1,7 @@
 """Reductions of blocks, as a JAX primitive.
 
-They are what scales are chosen from. XLA's own are slow on CPU: its `argmax` handles one value at a time. So there they
-are native code; everywhere else they are operations of XLA.
+Scales are chosen from them. XLA's own are slow on CPU: its `argmax` handles one value at a time. So there they are
+native code; everywhere else they are operations of XLA.
 """
 
 import functools as ft
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from .. import _compat
 from .._native import calls
 from .._native.lowering import lower_on_cpu
-from .primitives import along_first, compile_alone
+from .primitives import compile_alone, leading_batching_rule
 
 
 Reduction = Literal["largest", "at_largest", "low", "high", "not_finite"]
@@ -83,5 +83,5 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 reduce_blocks_p.def_abstract_eval(_abstract)
 reduce_blocks_p.def_impl(compile_alone(reduce_blocks_p, by_xla, ["kind"]))
 ad.primitive_jvps[reduce_blocks_p] = _jvp
-batching.primitive_batchers[reduce_blocks_p] = along_first(reduce_blocks_p)
+batching.primitive_batchers[reduce_blocks_p] = leading_batching_rule(reduce_blocks_p)
 lower_on_cpu(reduce_blocks_p, _native, by_xla)

@@ -13,5 +13,8 @@ def round_half_away(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def divide_as_c(x: Float32[Array, "*shape"], by: int) -> Float32[Array, "*shape"]:
-    """Returns the quotient, correctly rounded. By a constant, XLA multiplies with the reciprocal instead."""
+    """Returns the quotient, correctly rounded.
+
+    By a constant, XLA multiplies with the reciprocal instead.
+    """
     return x / (jnp.float32(by) + 0 * x)  # not simplified, since `x` may be infinite

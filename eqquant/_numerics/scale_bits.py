@@ -36,7 +36,10 @@ def round_scale(scale: Float32[Array, "*shape"], dtype: ScaleDtype) -> Float32[A
 
 
 def round_up_from_zero(scale: Float32[Array, "*shape"], dtype: ScaleDtype) -> Float32[Array, "*shape"]:
-    """Returns scales of which none is stored as zero, except zero: those that would be become the least that is not."""
+    """Returns scales that do not vanish: too small ones become the least that is stored.
+
+    Zero stays zero.
+    """
     if dtype == "e8m0":
         return scale
     # Backends flush subnormal numbers of float32 and bfloat16 to zero.
@@ -46,6 +49,9 @@ def round_up_from_zero(scale: Float32[Array, "*shape"], dtype: ScaleDtype) -> Fl
 
 
 def clip_finite(x: Float32[Array, "*shape"], dtype: DTypeLike) -> Float32[Array, "*shape"]:
-    """Clips to the finite range of `dtype`, and of float32. NaN stays NaN, which XLA's clip on CPU drops."""
+    """Clips to the finite range of `dtype`, and of float32.
+
+    NaN stays NaN, which XLA's clip on CPU drops.
+    """
     limit = float(min(jnp.finfo(dtype).max, jnp.finfo(jnp.float32).max))
     return jnp.where(jnp.isnan(x), x, jnp.clip(x, -limit, limit))

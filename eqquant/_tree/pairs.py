@@ -1,13 +1,16 @@
-"""Layers of families of models between which factors can move, for `eqq.transforms.smooth`, or rotations, for "
-"`eqq.transforms.rotate`."""
+"""Pairs of layers that factors can move between, and rotations, for families of models.
+
+They are for `eqq.smooth` and `eqq.rotate`.
+"""
 
 from .folds import FoldInto, Folds, ResidualStream, Rotations
 
 
 def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Folds:
-    """Returns the pairs of Llama and its relatives, by the paths of [`eqquant.io.names.llama`][], for
-    [`eqquant.transforms.smooth`][]: norms, which feed projections; values, which feed the output of attention; and
-    `up`, which feeds `down` after a product with the gate.
+    """Returns the pairs of Llama and its relatives, by the paths of `io.names.llama`.
+
+    For [`eqquant.smooth`][]: norms, which feed projections; values, which feed the output of attention; and `up`, which
+    feeds `down` after a product with the gate.
 
     !!! Example
 
@@ -18,7 +21,7 @@ def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layer
     **Arguments:**
 
     - `head_size`: the channels of a head of attention. Several heads of queries may share one of values.
-    - `offset`: what norms add to their weights before they multiply by them: 1 for Gemma.
+    - `offset`: a number that norms add to their weights before multiplying: 1 for Gemma.
     - `layers`: the path of a layer: `"layers"` for one stack of them.
 
     **Returns:**
@@ -34,9 +37,10 @@ def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layer
 
 
 def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Rotations:
-    """Returns what can be rotated in Llama and its relatives at no cost, by the paths of [`eqquant.io.names.llama`][],
-    for [`eqquant.transforms.rotate`][]: the residual stream, and the heads of values with the outputs of attention.
-    What is left is `down`, which takes a product of two layers and rotates online.
+    """Returns the rotations of Llama and its relatives that cost nothing.
+
+    By the paths of [`eqquant.io.names.llama`][], for [`eqquant.rotate`][]: the residual stream, and the heads of values
+    with the outputs of attention. Only `down` remains, which takes a product of two layers and rotates online.
 
     A model that multiplies by its embedding to get logits needs a head of its own, because the last norm's gains move
     into it. Norms between a layer and the residual sum, as in Gemma 2, do not let a rotation through.
@@ -67,7 +71,9 @@ def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "l
 
 
 def bert_pairs(*, layers: str = "layers.{n}") -> Folds:
-    """Returns the pairs of BERT, by the paths of [`eqquant.io.names.bert`][], for [`eqquant.transforms.smooth`][].
+    """Returns the pairs of BERT, by the paths of [`eqquant.io.names.bert`][].
+
+    For [`eqquant.smooth`][].
 
     There is one: values, which feed the output of attention. A norm of BERT feeds a residual sum too, and GELU stands
     between `up` and `down`.

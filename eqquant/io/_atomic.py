@@ -1,4 +1,7 @@
-"""Files and folders that appear whole: whoever looks, whenever the process dies, finds the old one or the new one."""
+"""Files and folders that appear whole: a reader finds the old one or the new one.
+
+That holds even if the process is killed.
+"""
 
 import contextlib
 import errno
@@ -17,8 +20,8 @@ def check_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file beside `path`, and puts it in the place of `path` if the body raises nothing.
+def open_replacement(path: Path) -> Iterator[BinaryIO]:
+    """Opens a temporary file, and moves it to `path` if the body raises nothing.
 
     A process that is killed may leave the temporary file, `.name.<random>.tmp`, which nothing reads.
     """
@@ -32,7 +35,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with temporary.open("xb") as f:
             if path.exists():
-                shutil.copymode(path, temporary)  # whoever could not read the old file cannot read the new one
+                shutil.copymode(path, temporary)  # a user who could not read the old file cannot read the new one
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -46,8 +49,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def making(folder: Path) -> Iterator[Path]:
-    """Yields the folder to write into: the one that exists, or one beside it, which gets its name if nothing raises."""
+def make_folder(folder: Path) -> Iterator[Path]:
+    """Yields the folder to write into.
+
+    It is the folder that exists, or one beside it, which gets its name if nothing raises.
+    """
     folder = Path(os.path.realpath(folder))  # a link stays a link
     if folder.exists():
         yield folder

@@ -31,7 +31,10 @@ def take_field(blocks: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 
 def join(low: np.ndarray, high: np.ndarray, shift: int) -> np.ndarray:
-    """Returns codes with more bits above those that they have. Changes both arguments, which are contiguous."""
+    """Returns codes with more bits above their own.
+
+    Changes both arguments, which are contiguous.
+    """
     words, above = as_words(low), as_words(high)
     above <<= above.dtype.type(shift)
     words |= above
@@ -39,14 +42,20 @@ def join(low: np.ndarray, high: np.ndarray, shift: int) -> np.ndarray:
 
 
 def flip(codes: np.ndarray) -> np.ndarray:
-    """Turns the codes of signed bytes into those of `Int8`, and back. Changes its argument, which is contiguous."""
+    """Turns the codes of signed bytes into codes of `Int8`, and back.
+
+    Changes its argument, which is contiguous.
+    """
     words = as_words(codes)
     words ^= in_each_byte(128, words)
     return codes
 
 
 def unpack_planes(field: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Unpacks bytes along the last axis. Code `i` of a byte belongs to the value that is `i * run` after code 0."""
+    """Unpacks bytes along the last axis, with the codes of a byte `run` values apart.
+
+    Code `i` of a byte belongs to the value that is `i * run` after code 0.
+    """
     groups, planes = field.shape[-1] // run, 8 // bits
     packed = np.ascontiguousarray(field.view(f"V{run}"))
     words = as_words(packed)
@@ -59,9 +68,9 @@ def unpack_planes(field: np.ndarray, bits: int, run: int) -> np.ndarray:
 
 
 def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Unpacks bytes along the last axis, where the first code is in the low bits of the first byte.
+    """Unpacks bytes along the last axis, the first code in the low bits of the first byte.
 
-    Codes have no gaps: those of 3, 5, 6 and 7 bits lie across bytes, and eight of them fill as many bytes.
+    Codes have no gaps: codes of 3, 5, 6 and 7 bits lie across bytes, and eight of them fill as many bytes.
     Little-endian words are read so too, viewed as bytes.
     """
     if bits == 8:
@@ -79,7 +88,7 @@ def unpack_low_first(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack_high_first(packed: np.ndarray) -> np.ndarray:
-    """Unpacks codes of four bits along the last axis, where the first code is in the high bits of the first byte."""
+    """Unpacks codes of four bits along the last axis, the first one in the high bits."""
     codes = packed.astype("<u2")
     words = as_words(codes)
     second = words << words.dtype.type(8)
@@ -90,7 +99,9 @@ def unpack_high_first(packed: np.ndarray) -> np.ndarray:
 
 
 def unpack_columns(words: np.ndarray, bits: int, order: np.ndarray) -> np.ndarray:
-    """Unpacks 32-bit words along the first axis, `(n, rows)`, the first code in the low bits, without gaps.
+    """Unpacks 32-bit words along the first axis, without gaps.
+
+    Words are `(n, rows)`, the first code in the low bits.
 
     Returns the codes in another order, whole lines of them: `order` has the number of each.
     """
@@ -112,7 +123,10 @@ def unpack_columns(words: np.ndarray, bits: int, order: np.ndarray) -> np.ndarra
 
 
 def _take_columns(words: np.ndarray, bits: int, order: np.ndarray) -> np.ndarray:
-    """As `unpack_columns`, for codes that divide a byte: whole arrays shift, and the order finds where they end up."""
+    """As `unpack_columns`, for codes that divide a byte.
+
+    Whole arrays are shifted, and the order says where codes end up.
+    """
     count, rows = words.shape
     per_byte = 8 // bits
     codes = np.empty((per_byte, 4, count, rows), np.uint8)
@@ -128,7 +142,7 @@ def _take_columns(words: np.ndarray, bits: int, order: np.ndarray) -> np.ndarray
 
 
 def _unpack_straddling(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Unpacks codes that straddle bytes: 8 codes in `bits` bytes, which become the 8 bytes of a word."""
+    """Unpacks codes that straddle bytes: 8 codes in `bits` bytes become a word of 8 bytes."""
     *batch, length = packed.shape
     groups = -(-length // bits)
     padded = np.empty((math.prod(batch) * groups * bits + 8,), np.uint8)
@@ -167,7 +181,10 @@ def pack_low_first(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Packs codes along the last axis into 32-bit words without gaps, the last of which may be incomplete."""
+    """Packs codes along the last axis into 32-bit words without gaps.
+
+    The last word may be incomplete.
+    """
     words = -(-codes.shape[-1] * bits // 32)
     padding = -codes.shape[-1] % (32 // math.gcd(32, bits))
     padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, padding)]) if padding else codes
@@ -175,7 +192,7 @@ def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pack_codes(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Packs codes, `(..., length)`, into bytes, `(..., bytes)`: what `_numerics.packing.pack` does, in NumPy.
+    """Packs codes, `(..., length)`, into bytes: `_numerics.packing.pack` in NumPy.
 
     Both may also be wider integers, whose bytes are codes of different rows.
     """
@@ -190,7 +207,10 @@ def pack_codes(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
 
 
 def pack_columns(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Packs codes along the first axis, `(length, rows)`, into bytes along the last one, `(rows, bytes)`."""
+    """Packs codes along the first axis into bytes along the last one.
+
+    Codes are `(length, rows)`, bytes `(rows, bytes)`.
+    """
     length, rows = codes.shape
     if bits == 8:
         _transpose(codes, out)
@@ -251,7 +271,10 @@ def _pack_segments(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
 
 
 def _part(codes: np.ndarray, low: int, width: int, at: int, whole: bool) -> np.ndarray:
-    """Moves the `width` bits of codes from `low` on to the bits from `at` on, and clears others unless `whole`."""
+    """Moves `width` bits of codes from bit `low` to bit `at`.
+
+    Clears other bits unless `whole`.
+    """
     moved = codes << np.uint64(at - low) if at > low else codes >> np.uint64(low - at)
     if not whole:
         moved &= in_each_byte((2**width - 1) << at, moved)
@@ -259,7 +282,10 @@ def _part(codes: np.ndarray, low: int, width: int, at: int, whole: bool) -> np.n
 
 
 def _pack_short_segment(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Packs a last segment: shorter planes for each part of a code, the last ones perhaps incomplete."""
+    """Packs a last segment, whose planes are shorter.
+
+    The last ones of each part of a code are perhaps incomplete.
+    """
     if len(widths(bits)) == 1:
         plane = out.shape[-1]
         out[...] = codes[..., :plane]

@@ -17,7 +17,9 @@ from ._bits import flip, join, pack_planes, take_field, unpack_low_first, unpack
 
 
 class Field(NamedTuple):
-    """Some bytes of each block: how to read them as bytes or codes of a part of it, or of two, and how to write them.
+    """Some bytes of each block: how to read and to write them.
+
+    They hold bytes or codes of one part of the block, or of two.
 
     - `parts`: `scale` and `offset` are the bytes of floats; `codes`, `scales` and `offsets` codes of values, scales and
         offsets.
@@ -65,14 +67,14 @@ def _whole(part: str, nbytes: int = 2) -> Field:
     return Field((part,), nbytes, lambda raw: raw, lambda x: x)
 
 
-def _signed(part: str, nbytes: int) -> Field:
+def _signed_bytes(part: str, nbytes: int) -> Field:
     return Field((part,), nbytes, flip, lambda codes: codes ^ np.uint8(128))
 
 
 def _planes(part: str, nbytes: int, bits: int, run: int, low: int = 0) -> Field:
-    """Bits of codes, those from `low` on, in groups of `run` bytes.
+    """Some bits of codes, from bit `low` on, in groups of `run` bytes.
 
-    Code `i` of a byte belongs to the value that is `i * run` after that of code 0.
+    Code `i` of a byte belongs to the value that is `i * run` after the value of code 0.
     """
 
     unpack = lambda raw: unpack_low_first(raw, bits) if run == 1 else unpack_planes(raw, bits, run)
@@ -80,7 +82,10 @@ def _planes(part: str, nbytes: int, bits: int, run: int, low: int = 0) -> Field:
 
 
 def _unpack_six_bits(raw: np.ndarray) -> np.ndarray:
-    """Unpacks 8 scales and 8 minima: the first four of each are whole, with two bits of the others above them."""
+    """Unpacks 8 scales and 8 minima of six bits.
+
+    The first four of each are whole, with two bits of the others above them.
+    """
     first, minima, low = (take_field(raw, at, at + 4) for at in (0, 4, 8))
     out = np.empty((*raw.shape[:-1], 4), "V4")
     for n, four in enumerate((first & 63, low & 15 | first >> 2 & 48, minima & 63, low >> 4 | minima >> 2 & 48)):
@@ -99,7 +104,7 @@ _TRITS = ((0, 160, 32, 5), (160, 240, 16, 5), (240, 256, 4, 4))
 
 
 def _unpack_trits(raw: np.ndarray) -> np.ndarray:
-    """Unpacks codes below 3. A byte is a fraction of 256, whose digits to base three are the codes."""
+    """Unpacks codes below 3: a byte is a fraction of 256, with the codes as ternary digits."""
     parts, start = [], 0
     for _, _, run, digits in _TRITS:
         shifted = raw[..., None, start : start + run] * (3 ** np.arange(digits, dtype=np.uint8))[:, None]  # modulo 256
@@ -134,7 +139,7 @@ BLOCK_TYPES = {
     "Q4_1": BlockType(formats.Q4_1(), (_SCALE, _OFFSET, _NIBBLES)),
     "Q5_0": BlockType(formats.Q5_0(), (_SCALE, _FIFTH_BITS, _NIBBLES)),
     "Q5_1": BlockType(formats.Q5_1(), (_SCALE, _OFFSET, _FIFTH_BITS, _NIBBLES)),
-    "Q8_0": BlockType(formats.Q8_0(), (_SCALE, _signed("codes", 32))),
+    "Q8_0": BlockType(formats.Q8_0(), (_SCALE, _signed_bytes("codes", 32))),
     "Q2_K": BlockType(formats.Q2_K(), (_TWO_NIBBLES, _planes("codes", 64, 2, 32), _SCALE, _OFFSET)),
     "Q3_K": BlockType(
         formats.Q3_K(),
@@ -152,7 +157,7 @@ BLOCK_TYPES = {
     ),
     "Q6_K": BlockType(
         formats.Q6_K(),
-        (_planes("codes", 128, 4, 64), _planes("codes", 64, 2, 32, low=4), _signed("scales", 16), _SCALE),
+        (_planes("codes", 128, 4, 64), _planes("codes", 64, 2, 32, low=4), _signed_bytes("scales", 16), _SCALE),
     ),
     "IQ4_NL": BlockType(formats.IQ4_NL(), (_SCALE, _NIBBLES)),
     "IQ4_XS": BlockType(

@@ -25,7 +25,7 @@ DIALECTS = (gguf, own, torchao, bitsandbytes, gptq, mlx, gpt_oss, compressed_ten
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRow:
-    """A row of a `Checkpoint`: one array. `bits` are those of the file, per value."""
+    """A row of a `Checkpoint`: one array. `bits` are per value, in the file."""
 
     derived: ClassVar[tuple[str, ...]] = ("bits",)
 
@@ -44,7 +44,9 @@ class CheckpointRow:
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Checkpoint(Report, Mapping[str, Any]):
-    """The result of [`eqquant.io.open`][]: a mapping from names to arrays. It reads each array when you ask for it.
+    """A mapping from names to arrays, which are read when you ask for them.
+
+    The result of [`eqquant.io.open`][].
 
     A quantized weight is one [`eqquant.QuantizedArray`][] under one name, whatever tensors it is stored in. Other
     arrays are JAX arrays, or NumPy arrays if JAX is not set to hold their dtype. It prints as a table, and has
@@ -54,7 +56,7 @@ class Checkpoint(Report, Mapping[str, Any]):
     - `dialect`: whose layout it is, such as `"gguf"`.
     - `metadata`: the key-value pairs of the file.
     - `config`: `config.json` of the folder, or an empty dictionary.
-    - `rows`: what is known of each array without reading it.
+    - `rows`: a description of each array, known without reading it.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("nbytes", "bits")
@@ -131,7 +133,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         w = checkpoint["blk.0.attn_q.weight"]       # a QuantizedArray, in our own packing
         ```
 
-    [Files](../files.md) lists what is read. No pickle is ever opened.
+    [Files](../files.md) lists the libraries. No pickle is ever opened.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""`eqq.io.convert`: from a checkpoint to one of our files, or another library's, an array at a time."""
+"""`eqq.io.convert`: rewrites a checkpoint for eqquant or another library, array by array."""
 
 import contextlib
 import dataclasses
@@ -28,23 +28,25 @@ from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import quantized_row, row_of
 from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
-from ._atomic import check_folder, making, replacing
+from ._atomic import check_folder, make_folder, open_replacement
 from ._checkpoint import Checkpoint, open
 from ._entry import AnyArray, is_one
 from ._lazy import LazyArray, LazyMapping
 from ._llama_cpp import for_llama_cpp
 from ._load import nest
 from ._save import save
-from ._write import check_layouts, check_no_others, CONFIG, describe_model, FILE, write, write_beside
+from ._write import check_layouts, check_no_others, CONFIG, describe_model, FILE, write, write_with_companions
 from ._writers import gguf
 
 
 Axis = int | Sequence[int] | None
-Each = Callable[[str, AnyArray, AnyArray], object]  # takes the name of an array, the array, and what was made of it
+Each = Callable[[str, AnyArray, AnyArray], object]  # takes the name of an array, the array, and the result
 
 
 def skeleton(checkpoint: Checkpoint) -> PyTree:
-    """Returns what a checkpoint holds, without values: `jax.ShapeDtypeStruct`s, nested by the dots of their names.
+    """Returns the arrays of a checkpoint without values, as `jax.ShapeDtypeStruct`s.
+
+    They are nested by the dots of their names.
 
     Quantized arrays appear as the float arrays that they stand for. Pass it to [`eqquant.plan_tree`][] to see what a
     rule would do, or to [`eqquant.analysis.plan_bits`][].
@@ -58,13 +60,13 @@ def skeleton(checkpoint: Checkpoint) -> PyTree:
 
     **Arguments:**
 
-    - `checkpoint`: what [`eqquant.io.open`][] returned.
+    - `checkpoint`: a result of [`eqquant.io.open`][].
 
     **Returns:**
 
     Nested dictionaries. The path of each leaf is its name in the checkpoint. Arrays that cannot be read are left out.
     """
-    return _nested(
+    return _nest(
         {row.name: jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype)) for row in checkpoint.rows if not row.problem}
     )
 
@@ -80,8 +82,9 @@ def convert(
     shard_nbytes: int | None = None,
     each: Each | None = None,
 ) -> TreeReport:
-    """Quantizes a checkpoint of any library one array at a time, and saves it: as [`eqquant.save`][] does, or as
-    [`eqquant.io.write`][] does for another library.
+    """Quantizes a checkpoint of any library one array at a time, and saves it.
+
+    As [`eqquant.save`][] does, or as [`eqquant.io.write`][] does for another library.
 
     At its peak this takes the memory of one array, before and after, so the checkpoint may be larger than memory.
     For another library, it first writes the quantized arrays to a file of ours beside the output.
@@ -96,10 +99,10 @@ def convert(
 
     **Arguments:**
 
-    - `checkpoint`: what [`eqquant.io.open`][] returned, or a path for it. Arrays that are quantized there are
-        dequantized first if `format` selects them, which rounds them twice.
+    - `checkpoint`: a result of [`eqquant.io.open`][], or a path for it. Arrays that are quantized there are dequantized
+        first if `format` selects them, which rounds them twice.
     - `path`: the file to write; with `shard_nbytes`, or for a library other than llama.cpp, a folder.
-    - `format`: formats for weights, as for [`eqquant.quantize_tree`][]. `None` keeps every array as it is.
+    - `format`: formats for weights, as for [`eqquant.quantize_tree`][]. `None` quantizes nothing.
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
     - `method`: the method that chooses scales and codes.
     - `dialect`: whose layout to write, as for [`eqquant.io.write`][]; by default our own. Names stay as they are, but
@@ -107,12 +110,12 @@ def convert(
         model and its tokenizer. A folder gets the `config.json` and the files of the tokenizer that lie beside the
         checkpoint, and a GGUF file the key-value pairs of another.
     - `shard_nbytes`: as for [`eqquant.save`][] and [`eqquant.io.write`][].
-    - `each`: is called with the name of each array, the array of the checkpoint, and what was made of it. For progress,
-        or to measure errors.
+    - `each`: is called with the name of each array, the array of the checkpoint, and the result. For progress, or to
+        measure errors.
 
     **Returns:**
 
-    A report with a row for each array. It prints as a table, as that of [`eqquant.plan_tree`][].
+    A report with a row for each array. It prints as a table, as the report of [`eqquant.plan_tree`][].
 
     **Raises:**
 
@@ -121,10 +124,10 @@ def convert(
     with the arrays. Then `path` is as it was.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open(checkpoint)
-    decisions, leaves, report = _planned(opened, format, axis, method, dialect, each)
+    decisions, leaves, report = _plan(opened, format, axis, method, dialect, each)
     path = Path(path)
     if dialect is None:
-        save(path, _nested(leaves), shard_nbytes=shard_nbytes)
+        save(path, _nest(leaves), shard_nbytes=shard_nbytes)
     elif not decisions:
         unseen = set(leaves)
 
@@ -146,15 +149,18 @@ def convert(
 
 
 def convert_into(checkpoint: Checkpoint, folder: Path, format: FormatRules | None = None, **options: Any) -> TreeReport:
-    """As `convert`, to a file of ours in a folder, which also gets `config.json` and the files of the tokenizer."""
+    """As `convert`, to a file of eqquant in a folder.
+
+    The folder also gets `config.json` and the files of the tokenizer.
+    """
     check_no_others(folder)
-    with making(folder) as into:
+    with make_folder(folder) as into:
         report = convert(checkpoint, into / FILE, format, **options)
         files = {name: p.read_bytes() for name, p in _companions(checkpoint, folder).items()}
         if checkpoint.config:
             files[CONFIG] = json.dumps(describe_model(checkpoint.config), indent=2).encode()
         for name, content in files.items():
-            with replacing(into / name) as f:
+            with open_replacement(into / name) as f:
                 f.write(content)
     return report
 
@@ -167,11 +173,11 @@ def plan(
     method: MethodLike | None = None,
     dialect: str | None = None,
 ) -> TreeReport:
-    """Returns what `convert` would return, and raises what it would raise before it quantizes."""
-    return dataclasses.replace(_planned(checkpoint, format, axis, method, dialect, None)[2], planned=True)
+    """Returns the report of `convert` without quantizing, and raises the same errors."""
+    return dataclasses.replace(_plan(checkpoint, format, axis, method, dialect, None)[2], planned=True)
 
 
-def fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Axis, dialect: str) -> set[str]:
+def find_fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Axis, dialect: str) -> set[str]:
     """Returns the names of the weights that the layout of another library holds in a format."""
     found = set()
     for name, decision in _decisions(checkpoint, format, axis).items():
@@ -182,7 +188,7 @@ def fitting(checkpoint: Checkpoint, format: AbstractFormat, axis: Axis, dialect:
     return found
 
 
-def _planned(
+def _plan(
     opened: Checkpoint,
     format: FormatRules | None,
     axis: Axis,
@@ -190,7 +196,10 @@ def _planned(
     dialect: str | None,
     each: Each | None,
 ) -> tuple[dict[str, Decision], dict[str, LazyArray], TreeReport]:
-    """Returns what to quantize, all arrays, and the report. Raises what can be known before hours of quantizing."""
+    """Returns decisions, all arrays, and the report.
+
+    Raises every error that can be known before hours of quantizing.
+    """
     for row in opened.rows:
         if row.problem:
             opened[row.name]  # raises, with the name of the file
@@ -210,7 +219,7 @@ def _planned(
     leaves, rows = {}, []
     for name, item in opened.items_by_name.items():
         if name in decisions:
-            leaves[name] = _quantized(opened, name, decisions[name], default, each)
+            leaves[name] = _quantize_lazily(opened, name, decisions[name], default, each)
         else:
             leaves[name] = LazyArray(item.struct, ft.partial(_read, opened, name, each))
         rows += _rows(name, leaves[name].struct, all_decisions.get(name))
@@ -218,9 +227,11 @@ def _planned(
 
 
 def _sample(decision: Decision, rows: int | None = 32) -> QuantizedArray:
-    """Returns an array of ones that a layout holds if it holds the weight: with as long blocks, and few rows.
+    """Returns an array of ones that a layout can hold if it can hold the weight.
 
-    Layouts ask whether lengths fill words of 32 bits, so what is left over a multiple of `rows` stays.
+    Its blocks are as long, and its rows are few.
+
+    Layouts ask whether lengths fill words of 32 bits, so the remainder by `rows` stays the same.
     """
     leaf, axes = decision.leaf.value, decision.axes
     along = {a % len(leaf.shape) for a in axes}
@@ -230,7 +241,7 @@ def _sample(decision: Decision, rows: int | None = 32) -> QuantizedArray:
     return quantize_array(ones, decision.format, axes, None, None, as_method(None))  # pyright: ignore
 
 
-# What loaders look for beside the weights.
+# Files that loaders look for beside the weights.
 _COMPANIONS = (
     *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
@@ -252,7 +263,7 @@ def _write(
         write(path, arrays, dialect, metadata=metadata, types=types, shard_nbytes=shard_nbytes)
         return
     companions = _companions(source, path)
-    write_beside(companions, path, arrays, dialect, source.config, shard_nbytes)
+    write_with_companions(companions, path, arrays, dialect, source.config, shard_nbytes)
 
 
 def _companions(source: Checkpoint, path: Path) -> dict[str, Path]:
@@ -283,7 +294,7 @@ def _read(checkpoint: Checkpoint, name: str, each: Each | None) -> AnyArray:
     return x
 
 
-def _quantized(
+def _quantize_lazily(
     checkpoint: Checkpoint, name: str, decision: Decision, default: AbstractMethod, each: Each | None
 ) -> LazyArray:
     method = (decision.method or default).for_leaf(name)
@@ -313,8 +324,11 @@ def _rows(name: str, struct: PyTree, decision: Decision | None) -> list[LeafRepo
     return row_of(next(named_leaves({name: struct})), "left as it is" if decision is None else decision.reason)
 
 
-def _nested(values: Mapping[str, object]) -> PyTree:
-    """Returns nested dictionaries, one level for each dot of a name; flat if a name is also the start of another."""
+def _nest(values: Mapping[str, object]) -> PyTree:
+    """Returns nested dictionaries, one level for each dot of a name.
+
+    Flat if a name is also the start of another.
+    """
     whole = not any("" in name.split(".") for name in values)
     nested = nest((tuple(name.split(".")), value) for name, value in values.items()) if whole else None
     return dict(values) if nested is None else nested

@@ -1,4 +1,7 @@
-"""What a leaf of a tree is, apart from its values: enough to say whether a saved one fits into a place."""
+"""Entries: descriptions of the leaves of a tree, apart from their values.
+
+They say whether a saved leaf fits into a place.
+"""
 
 import dataclasses
 import functools as ft
@@ -43,9 +46,9 @@ class Entry:
     - `kind`: a JAX array, a NumPy array, a NumPy scalar, a PRNG key, a quantized array, or a Python scalar or string.
     - `dtype`: the (logical) dtype; for a Python scalar its type.
     - `gradient_of`: the dtype of that field of a quantized array, if it is not `None`.
-    - `within`: what the arrays around it, such as an `eqquant.arrays.FakeQuantizedArray`, make of it: their fields
-        that are no leaves, as text. `None` if no array is around it, or if that is not known.
-    - `order`: of an `eqquant.arrays.PermutedArray` its axis, and the shape of its order.
+    - `within`: the wrappers around it, such as an `eqquant.SimulatedArray`: their fields that are no leaves, as text.
+        `None` if no array is around it, or if that is not known.
+    - `order`: of an `eqquant.PermutedArray` its axis, and the shape of its order.
     """
 
     kind: LeafKind
@@ -75,7 +78,7 @@ class Entry:
 
     @property
     def struct(self) -> QuantizedArray | PermutedArray | jax.ShapeDtypeStruct:
-        """What this describes, without values."""
+        """The leaf that this describes, without values."""
         if self.format is None:
             return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
         q = self.packed_struct()
@@ -85,7 +88,7 @@ class Entry:
         return jax.eval_shape(lambda q: PermutedArray(q, order=jnp.zeros(shape, jnp.uint32), axis=axis), q)
 
     def packed_struct(self, sharding: NamedSharding | None = None) -> QuantizedArray:
-        """The quantized array that this describes, or that holds it in another order, without values."""
+        """The quantized array of this entry without values, also if its order is another."""
         if self.format is None:
             raise TypeError(f"Only a quantized array has packed parts. Got {self}.")
         gradient_of = None if self.gradient_of is None else jnp.dtype(self.gradient_of)
@@ -106,12 +109,17 @@ class Entry:
 
 
 def is_one(x: object) -> TypeGuard[QuantizedArray | PermutedArray]:
-    """Returns whether `x` is one leaf in a file: a quantized array, whose inputs may be stored in another order."""
+    """Returns whether `x` is one leaf in a file: a quantized array.
+
+    Its inputs may be stored in another order.
+    """
     return is_quantized(x) or (isinstance(x, PermutedArray) and is_quantized(x.array))
 
 
 def describe(x: object, path: str) -> Entry | None:
-    """Describes a leaf: an array, a `jax.ShapeDtypeStruct` or a Python value. `None` for a leaf that is not saved.
+    """Describes a leaf: an array, a `jax.ShapeDtypeStruct` or a Python value.
+
+    `None` for a leaf that is not saved.
 
     **Raises:**
 
@@ -143,7 +151,10 @@ def describe_leaf(leaf: Leaf) -> Entry | None:
 
 
 def _with_all_fields(x: object) -> str:
-    """Returns `x` with its fields, but for those that hold leaves of the tree. A default may change: it is shown."""
+    """Returns a description of `x` with all fields but leaves of the tree.
+
+    Defaults are shown, since they may change.
+    """
     if isinstance(x, np.dtype):
         return x.name
     if not isinstance(x, (AbstractFormat, AbstractMethod, AbstractArrayValue)):
@@ -220,8 +231,10 @@ def _structs(
 
 
 def named_parts(q: PyTree) -> dict[str, PyTree]:
-    """Returns the leaves by name: `codes`, `scale_bits` (or `scale_bits.codes` and so on), and others alike.
+    """Returns the leaves by name: `codes`, `scale_bits` and others.
 
-    Those of an `eqquant.arrays.PermutedArray` are `order`, and these after `array.`.
+    Nested ones are `scale_bits.codes` and so on.
+
+    An `eqquant.PermutedArray` has `order`, and these names after `array.`.
     """
     return {jtu.keystr(keys, simple=True, separator="."): leaf for keys, leaf in jtu.tree_flatten_with_path(q)[0]}

@@ -1,4 +1,7 @@
-"""Where the tensors of a checkpoint are: in a file, in several with an index or with numbers, or in a folder."""
+"""Finds the tensors of a checkpoint: in a file, in several, or in a folder.
+
+Several have an index, or numbers.
+"""
 
 import dataclasses
 import os
@@ -12,17 +15,17 @@ from ._tensors import MappedFile, parse_json, StoredTensor
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_UNFINISHED = (".incomplete", ".part", ".crdownload", ".aria2")  # what programs call a file while they download it
+_UNFINISHED = (".incomplete", ".part", ".crdownload", ".aria2")  # suffixes of files that programs are downloading
 _MAX_CONFIG = 100_000_000
 _MAX_NAME = 255  # of a file, in bytes; longer ones are errors of the system, which name no file here
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Files:
-    """The tensors of a checkpoint by name, before anything is known about what they mean.
+    """The tensors of a checkpoint by name, before their layout is known.
 
     - `file`: the file whose name errors give if no other is concerned.
-    - `metadata`: that of safetensors, of an index, or the key-value pairs of GGUF.
+    - `metadata`: the metadata of safetensors, of an index, or the key-value pairs of GGUF.
     - `config`: `config.json` of the folder, or an empty dictionary.
     - `container`: `"safetensors"` or `"gguf"`.
     """
@@ -64,10 +67,10 @@ def find_files(path: str | os.PathLike[str]) -> Files:
 
 
 def _near(path: Path) -> str:
-    """Returns "Did you mean ...?" with the nearest name in the folder of a path, or "" if none is near."""
+    """Returns "Did you mean ...?" with the nearest name in the folder of a path, or ""."""
     try:
         return did_you_mean(path.name, os.listdir(path.parent))
-    except OSError:  # no such folder either, or one that may not be listed
+    except OSError:  # no such folder either, or no permission to list it
         return ""
 
 
@@ -95,7 +98,7 @@ def _open_file(path: Path) -> Files:
 
 
 def _index_of(path: Path) -> Path | None:
-    """Returns the index that lists a file, if the name of the file says that it is one of several."""
+    """Returns the index that lists a file whose name says that it is one of several."""
     for index in sorted(path.parent.glob("*.safetensors.index.json")) if part_name(path) else ():
         where = read_json(MappedFile(index)).get("weight_map")
         if isinstance(where, dict) and path.name in where.values():
@@ -104,7 +107,7 @@ def _index_of(path: Path) -> Path | None:
 
 
 def _is_known(file: MappedFile) -> bool:
-    """Whether a file that has another suffix begins as those do that are read."""
+    """Returns whether a file with another suffix begins like a file that can be read."""
     length = int.from_bytes(file.buffer[:8], "little")
     return file.buffer[:4] == _gguf.MAGIC or (8 + length <= file.size and file.buffer[8:9] == b"{")
 

@@ -73,7 +73,9 @@ PairItem = str | bool | int | float
 
 
 class ArrayValue(Sequence[PairItem]):
-    """An array among the pairs, such as a vocabulary, whose items are read when they are asked for.
+    """An array among the pairs, such as a vocabulary.
+
+    Its items are read when they are asked for.
 
     - `kind`: the number of the type of the items.
     - `start`, `nbytes`: where they are in the file.
@@ -105,7 +107,9 @@ class ArrayValue(Sequence[PairItem]):
 
 
 def read(file: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, object]]:
-    """Reads the header of a file. Tensors may lie in any order, but not beyond the end, and not over each other.
+    """Reads the header of a file.
+
+    Tensors may lie in any order, but not beyond the end, and not over each other.
 
     **Raises:**
 

@@ -1,4 +1,4 @@
-"""Arrays that are made when they are asked for, so that a tree or a checkpoint need not fit into memory."""
+"""Lazy arrays, read when asked for: trees and checkpoints need not fit into memory."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ V = TypeVar("V")
 class LazyArray:
     """An array that is read, or made, when it is asked for.
 
-    - `struct`: what it is, without values: a `jax.ShapeDtypeStruct`, or a `QuantizedArray` of them.
+    - `struct`: its shape and dtype: a `jax.ShapeDtypeStruct`, or a `QuantizedArray` of them.
     - `problem`: why it cannot be read, if that is known.
     """
 
@@ -27,10 +27,10 @@ class LazyArray:
     problem: str | None = None
 
     def read(self) -> AnyArray:
-        """Makes the array. Raises a `TypeError` if it is not what `struct` says."""
+        """Makes the array. Raises a `TypeError` if it differs from `struct`."""
         made = self.make()
         if _shapes(made) != _shapes(self.struct):
-            raise TypeError(f"A deferred leaf must be what it was said to be, {self.struct!r}. Got {made!r}.")
+            raise TypeError(f"A lazy leaf must be what it was said to be, {self.struct!r}. Got {made!r}.")
         return made
 
 

@@ -1,4 +1,4 @@
-"""What llama.cpp needs of a checkpoint of Hugging Face: names of its own, numbers of the model, and a tokenizer.
+"""Writes a checkpoint of Hugging Face for llama.cpp: names, numbers and the tokenizer.
 
 https://github.com/ggml-org/llama.cpp (`convert_hf_to_gguf.py`, `gguf-py/gguf/constants.py`)
 """
@@ -74,7 +74,7 @@ def for_llama_cpp(
     **Arguments:**
 
     - `checkpoint`: a checkpoint, with its `config.json`.
-    - `arrays`: its arrays, or what was made of them, by the same names. They are read when they are asked for.
+    - `arrays`: its arrays, or quantized ones, by the same names. They are read when they are asked for.
 
     **Raises:**
 
@@ -85,7 +85,7 @@ def for_llama_cpp(
     if checkpoint.dialect == "gguf" or architecture is None:
         return arrays, checkpoint.metadata if checkpoint.dialect == "gguf" else {}
     model = _Model(checkpoint, architecture)
-    return _renamed(arrays, model), model.metadata | _tokenizer(model)
+    return _rename_arrays(arrays, model), model.metadata | _tokenizer(model)
 
 
 class _Model:
@@ -134,7 +134,7 @@ class _Model:
         kind: type[T] = int,
         settings: Mapping[str, object] | None = None,
     ) -> T:
-        """Returns a number above 0 that it can keep, of the whole `config.json` unless of a part of it."""
+        """Returns a number above 0 that llama.cpp can hold, from `config.json` or a part of it."""
         found: PyTree = (self.config if settings is None else settings).get(key, default)
         if type(found) not in (int, kind) or not 0 < found <= _MOST[kind]:
             what = "a whole number" if kind is int else "a number"
@@ -170,7 +170,10 @@ class _Model:
         return self.number(key, None, float, self.rope)
 
     def _context(self) -> int:
-        """Returns the tokens that the model may see: those of a window, since llama.cpp has none for these families."""
+        """Returns how many tokens the model may see.
+
+        With a sliding window that is its length, since llama.cpp has none for these families.
+        """
         positions = self.number("max_position_embeddings", 2048)
         slides = self.config.get("use_sliding_window", not self.architecture.startswith("qwen"))
         has_window = slides and self.config.get("sliding_window") is not None
@@ -190,13 +193,16 @@ class _Model:
         return (1 / (keep + (1 - keep) / self._scaling_number("factor"))).astype(np.float32)
 
     def sources(self) -> dict[str, str]:
-        """Returns the name of each array by its name in llama.cpp. Raises unless their shapes are of these numbers."""
+        """Returns the name of each array by its name in llama.cpp.
+
+        Raises unless their shapes are of these numbers.
+        """
         names: dict[str, str] = {}
         layers: set[int] = set()
         for row in self.checkpoint.rows:
             if row.name.endswith(".rotary_emb.inv_freq"):
                 continue
-            name, layer, sizes = self._renamed(row.name)
+            name, layer, sizes = self._rename(row.name)
             if name in names:
                 self.fail(f"hold one {name!r}", f"{names[name]!r} and {row.name!r}, which are both called so", "")
             wanted = tuple(self.sizes[size] for size in sizes)
@@ -211,11 +217,11 @@ class _Model:
         parts = [part for part in _PARTS if self.architecture == "qwen3" or part not in _QWEN3_NORMS]
         inner = [f"layers.{n}.{part}.weight" for n in range(self.layers) for part in parts]
         for name in ("embed_tokens.weight", "norm.weight", *inner):
-            if self._renamed(name)[0] not in names:
+            if self._rename(name)[0] not in names:
                 self.fail(f"hold 'model.{name}'", "arrays without it", "")
         return names
 
-    def _renamed(self, name: str) -> tuple[str, int | None, tuple[str, ...]]:
+    def _rename(self, name: str) -> tuple[str, int | None, tuple[str, ...]]:
         """Returns the name of an array in llama.cpp, its layer if it is of one, and its sizes."""
         inner = name.removeprefix("model.")
         if inner in _WHOLE:
@@ -227,7 +233,7 @@ class _Model:
         return f"blk.{found[1]}.{part}.{found[3]}", int(found[1]), tuple(sizes[:1] if found[3] == "bias" else sizes)
 
 
-def _renamed(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
+def _rename_arrays(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
     """Returns the arrays of a checkpoint, by the names of llama.cpp."""
     heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _NEIGHBOURS else {}
 
@@ -249,7 +255,10 @@ def _renamed(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
 
 
 def neighbours(heads: int) -> Callable[[PyTree], PyTree]:
-    """Returns what `names.rotary_halves` undoes: rows `i` and `i + size / 2` of a head become neighbours."""
+    """Returns the inverse of `names.rotary_halves`, for the rows of a head.
+
+    Rows `i` and `i + size / 2` become neighbours.
+    """
     return lambda x: take(x, np.arange(x.shape[0]).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1))
 
 

@@ -35,7 +35,7 @@ def load(
     formats: Iterable[type[AbstractFormat]] = (),
     shardings: Shardings | None = None,
 ) -> PyTree:
-    """Loads what [`eqquant.save`][] saved.
+    """Loads a file of [`eqquant.save`][].
 
     !!! Example
 
@@ -52,11 +52,10 @@ def load(
 
     - `path`: the file, the folder that `save(..., shard_nbytes=)` wrote, or its `index.json`.
     - `like`: a template, of arrays or of `jax.ShapeDtypeStruct`s, which gives the structure and every leaf that is not
-        saved. Where it has a float array, the file may have a quantized one of the same shape and dtype. Where it has
-        a quantized array, the file must have the same format. Arrays take the shardings of the template. By default,
-        returns a nested dictionary, whose keys are those of the tree, as strings.
-    - `formats`: classes of formats to know besides those that are defined: all of eqquant's, and every one whose module
-        was imported.
+        saved. Where it has a float array, the file may have a quantized one of the same shape and dtype. Where it has a
+        quantized array, the file must have the same format. Arrays take the shardings of the template. By default,
+        returns a nested dictionary with the keys of the tree, as strings.
+    - `formats`: classes of formats besides the defined ones: all of eqquant's, and every one whose module was imported.
     - `shardings`: the shardings of the logical arrays, as for [`eqquant.quantize_tree`][]. Each device reads its own
         part of the file.
 
@@ -152,14 +151,14 @@ def assign(model: PyTree, arrays: Mapping[str, PyTree]) -> PyTree:
 def check_fits(
     leaves: Sequence[Leaf], entries: Mapping[str, Entry], rule: str, names: tuple[str, str]
 ) -> list[tuple[Leaf, Entry | None]]:
-    """Returns the leaves of a template with what each of them is, or `None` for a leaf that is not saved.
+    """Returns the leaves of a template with the entry of each, `None` if it is not saved.
 
-    Raises a `ValueError` unless `entries` has exactly one that fits for each of the others.
+    Raises a `ValueError` unless every other leaf has exactly one entry that fits.
     """
     saved_side, template_side = names
     places = [(leaf, describe_leaf(leaf)) for leaf in leaves]
     known = {leaf.path for leaf in leaves}
-    wrapped = _wrapped(entries, known)
+    wrapped = _find_wrapped(entries, known)
     wrong = []
     for leaf, place in places:
         saved = entries.get(leaf.path, wrapped.get(leaf.path))
@@ -184,8 +183,8 @@ def check_fits(
     return places
 
 
-def _wrapped(entries: Mapping[str, Entry], known: Set[str]) -> dict[str, Entry]:
-    """Returns, for each leaf of a template, what is in the file within a wrapper in its place."""
+def _find_wrapped(entries: Mapping[str, Entry], known: Set[str]) -> dict[str, Entry]:
+    """Returns the entries that the file holds within a wrapper in the place of a leaf."""
     found: dict[str, Entry] = {}
     for path, entry in entries.items():
         around = path.rpartition(".")[0] if entry.within is not None and path not in known else ""
@@ -238,7 +237,10 @@ def read_leaf(
     place: Entry | None = None,
     done: dict[Hashable, PyTree] | None = None,
 ) -> PyTree:
-    """Reads one leaf. If it is tied to one that is `done`, with the same sharding, the two are the same array."""
+    """Reads one leaf.
+
+    If a leaf that it is tied to is `done`, with the same sharding, the two are the same array.
+    """
     entry, done = saved.entry, {} if done is None else done
     if entry.kind == "scalar":
         return saved.value

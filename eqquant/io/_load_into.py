@@ -1,4 +1,4 @@
-"""`eqq.io.load_into`: the arrays of a checkpoint into the leaves of a model that names them in another way."""
+"""`eqq.io.load_into`: loads a checkpoint into a model that names its leaves differently."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ Layers = Sequence[Sequence[PyTree]]  # the arrays of a recipe, by layer and part
 class LoadRow:
     """A row of a `LoadPlan`: a leaf of the model, and the arrays that it is made of.
 
-    `how` says what happens to them on the way, and `problem` why the leaf cannot be loaded.
+    `how` describes their changes, and `problem` says why the leaf cannot be loaded.
     """
 
     path: str
@@ -56,14 +56,16 @@ class LoadRow:
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class LoadPlan(Report):
-    """The result of [`eqquant.io.plan_load`][]: what each leaf of a model is made of. Prints as a table.
+    """The plan of [`eqquant.io.plan_load`][]: the arrays that become each leaf.
+
+    Prints as a table.
 
     - `rows`: the leaves, in the order of the model.
     - `left_out`: arrays of the checkpoint that a rule leaves out, with `None`.
     - `unused`: arrays that no rule names: a problem.
     - `kept`: leaves that keep the values of the model.
     - `problems`: why the checkpoint cannot be loaded; empty if it can.
-    - `idle`: rules that match no array. Ready names have rules for what only some models have, so it is no problem.
+    - `idle`: rules that match no array. Ready names have rules for arrays of some models only, so it is no problem.
     """
 
     rows: tuple[LoadRow, ...]
@@ -139,10 +141,9 @@ def load_into(
     - An [`eqquant.io.Target`][] also transposes, or applies a function.
     - `None`: the array is left out.
 
-    All this moves packed codes and scales, and computes nothing. What cannot be exact, such as joining parts in
-    different formats, is an error; `dequantize=True` is the remedy. Floats take the dtype of the leaf, and so does what
-    a quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing
-    else.
+    All this moves packed codes and scales, and computes nothing. An inexact step, such as joining parts in different
+    formats, is an error; `dequantize=True` is the remedy. Floats take the dtype of the leaf, and so do the values of a
+    quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing else.
 
     Arrays are read one leaf at a time: at its peak this takes the result and one more leaf of the model, with what it
     is made of.
@@ -152,9 +153,9 @@ def load_into(
     - `model`: a template: the model, or a skeleton that takes no memory, as from `eqx.filter_eval_shape`. It gives the
         structure, the dtypes, and all leaves that are not arrays. A quantized array may take the place of a float one.
     - `checkpoint`: the result of [`eqquant.io.open`][], or a path to open; or any dictionary of arrays.
-    - `names`: rules as above, or a function from the name of an array to what becomes of it. By default
-        [`eqquant.io.names.detect`][], which knows the names of some families of models.
-    - `dequantize`: whether every array becomes dense as it is read.
+    - `names`: rules as above, or a function from the name of an array to its target. By default
+        [`eqquant.io.names.of`][], which knows the names of some families of models.
+    - `dequantize`: whether every array becomes dense when it is read.
     - `keep`: globs or regular expressions for leaves that keep the values of the model.
     - `shardings`: the shardings of the logical arrays, as for [`eqquant.quantize_tree`][]. By default those of the
         model.
@@ -187,7 +188,7 @@ def plan_load(
     dequantize: bool = False,
     keep: Sequence[Pattern] = (),
 ) -> LoadPlan:
-    """Plans what [`eqquant.io.load_into`][] would do, without reading an array.
+    """Plans [`eqquant.io.load_into`][] without reading an array.
 
     **Arguments:**
 
@@ -209,7 +210,7 @@ def _sources(checkpoint: Checkpoint | PyTree) -> Mapping[str, Item | LazyArray]:
 
 
 class _Plan:
-    """What becomes of what, and everything that does not fit."""
+    """The leaf of each array, and everything that does not fit."""
 
     def __init__(
         self, model: PyTree, checkpoint: PyTree, names: NameRules | None, dequantize: bool, keep: Sequence[Pattern]
@@ -248,7 +249,7 @@ class _Plan:
         return str(_entry(self.sources[name].struct, name))
 
     def _check(self, recipe: Recipe) -> None:
-        """Computes what a recipe makes, without values, and notes what does not fit."""
+        """Computes the leaves of a recipe without values, and notes those that do not fit."""
         names = [name for layer in recipe.sources for name in layer]
         shown = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
         for path in recipe.paths:
@@ -415,7 +416,7 @@ def _stack(arrays: list[PyTree], lengths: tuple[int, ...]) -> PyTree:
 
 
 def _finish(x: PyTree, place: Entry) -> PyTree:
-    """Gives an array the dtype of its leaf, and axes of length one where they differ in nothing else."""
+    """Gives an array the dtype of its leaf, and its axes of length one."""
     if _is_value(x):
         return x.astype(place.dtype) if jnp.issubdtype(jnp.dtype(place.dtype), jnp.floating) else x
     return _cast(x, place)

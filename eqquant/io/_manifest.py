@@ -1,4 +1,6 @@
-"""The manifest of our own files: what each leaf is and which tensors hold it, as JSON in the metadata of safetensors.
+"""The manifest of our own files: the entry and the tensors of each leaf.
+
+It is JSON in the metadata of safetensors.
 
     {"version": 1, "leaves": [
         {"path": "layers.0.weight", "keys": ["layers", "0", "weight"], "kind": "quantized", "dtype": "float32",
@@ -42,7 +44,7 @@ _Kind = TypeVar("_Kind")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedLeaf(Generic[T]):
-    """A leaf in a file, or to be saved: its name, what it is, and its tensors, or the value of a scalar."""
+    """A leaf in a file, or to be saved: its name, its entry, and tensors or a scalar."""
 
     path: str
     keys: tuple[str, ...]
@@ -54,7 +56,9 @@ class SavedLeaf(Generic[T]):
 
 
 def stored_as(entry: Entry, keys: PyTree = None) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns the dtype and the shape in the file of each tensor of a leaf, by its name within the leaf.
+    """Returns the dtype and the shape in the file of each tensor of a leaf.
+
+    The keys are names within the leaf.
 
     - `keys`: the PRNG keys, or a `jax.ShapeDtypeStruct` of them, if it is a leaf of these.
     """
@@ -75,7 +79,10 @@ def _as_stored(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int,
 
 
 def to_stored(x: np.ndarray) -> np.ndarray:
-    """Returns an array as it is written: of a dtype that safetensors lacks, its bytes along one more axis."""
+    """Returns an array as a file holds it.
+
+    A dtype that safetensors lacks becomes bytes along one more axis.
+    """
     name, shape = _as_stored(x.dtype, x.shape)
     return np.ascontiguousarray(x).reshape(*x.shape, 1).view(np.uint8) if shape != x.shape else x
 
@@ -289,7 +296,7 @@ class _Fields:
     def key_struct(self, entry: Entry, impl: str) -> jax.ShapeDtypeStruct:
         try:
             one = jax.eval_shape(lambda: jr.key(0, impl=impl))
-        except Exception as e:  # what JAX raises differs between releases
+        except Exception as e:  # the error of JAX differs between releases
             self.fail(f"Got keys of {impl!r}, which JAX does not know. {_short(e)}")
         if str(one.dtype) != entry.dtype:
             self.fail(f"Got keys of {impl!r} and {entry.dtype!r}, which differ.")

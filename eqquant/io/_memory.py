@@ -1,4 +1,7 @@
-"""Memory for arrays that are read: copied once, by several threads, and taken over by JAX without another copy."""
+"""Memory for arrays that are read: copied once, by several threads.
+
+JAX takes it over without another copy.
+"""
 
 import math
 import os
@@ -33,7 +36,7 @@ def in_threads(function: Callable[[int], None], starts: Iterable[int]) -> None:
         pass
 
 
-def copied(view: np.ndarray) -> np.ndarray:
+def copy_in_parallel(view: np.ndarray) -> np.ndarray:
     """Copies a view of a file to memory of our own."""
     out = aligned_empty(view.shape, view.dtype)
     if not view.flags.c_contiguous or view.nbytes <= _PART:
@@ -57,4 +60,4 @@ def to_jax(view: np.ndarray, sharding: NamedSharding | None = None) -> jax.Array
         return np.array(view)
     if sharding is not None:
         return jax.make_array_from_callback(view.shape, sharding, lambda index: np.array(view[index]))
-    return jax.device_put(copied(view))  # never the file's own memory, which another program may change
+    return jax.device_put(copy_in_parallel(view))  # never the file's own memory, which another program may change

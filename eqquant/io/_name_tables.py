@@ -1,4 +1,7 @@
-"""The names of arrays in the checkpoints of families of models, as tables: name in the file, path in the model."""
+"""Tables of the names of arrays in checkpoints: name in the file, path in the model.
+
+There is one for each family of models.
+"""
 
 from ._rules import Target
 
@@ -98,7 +101,7 @@ GGUF = {
     "output.weight": "head.weight",
     "rope_freqs.weight": None,
 }
-# What architectures of GGUF have besides.
+# Further arrays of architectures of GGUF.
 GGUF_OWN = {
     "phi3": {"blk.{n}.ffn_up.{p}": GATE_UP},
     "bert": {

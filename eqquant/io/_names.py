@@ -29,7 +29,9 @@ Overrides = Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget] | None
 
 
 def llama(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
-    """Returns the names of Llama, Mistral, Qwen2, Qwen3 and the first Gemma, as Hugging Face stores them.
+    """Returns the names of Llama, Mistral, Qwen2, Qwen3 and the first Gemma.
+
+    Hugging Face stores them under these names.
 
     !!! Example
 
@@ -45,7 +47,7 @@ def llama(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -63,7 +65,7 @@ def gemma(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -81,7 +83,7 @@ def phi3(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -99,7 +101,7 @@ def mixtral(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -116,7 +118,7 @@ def qwen_moe(overrides: Overrides = None, *, prefix: str = "model.") -> NameTabl
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -126,12 +128,14 @@ def qwen_moe(overrides: Overrides = None, *, prefix: str = "model.") -> NameTabl
 
 
 def gpt2(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
-    """Returns the names of GPT-2, whose weights are stored as `(in, out)`, and `q`, `k` and `v` as one.
+    """Returns the names of GPT-2.
+
+    Its weights are stored as `(in, out)`, and `q`, `k` and `v` as one.
 
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -141,14 +145,16 @@ def gpt2(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
 
 
 def bert(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
-    """Returns the names of BERT and its descendants, such as MiniLM. A norm follows what it is named after.
+    """Returns the names of BERT and its descendants, such as MiniLM.
+
+    A norm follows its namesake.
 
     The embeddings are `embeddings.{word,position,token_type}.weight` and `embeddings.norm.{p}`.
 
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -158,12 +164,14 @@ def bert(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
 
 
 def vit(overrides: Overrides = None, *, prefix: str = "vit.") -> NameTable:
-    """Returns the names of Vision Transformers. The embeddings are `cls`, `position` and `patch.{weight,bias}`.
+    """Returns the names of Vision Transformers.
+
+    The embeddings are `cls`, `position` and `patch.{weight,bias}`.
 
     **Arguments:**
 
     - `overrides`: rules that come first.
-    - `prefix`: what stands before all names but that of the head; it depends on the class that was saved.
+    - `prefix`: the prefix of all names but the head; it depends on the class that was saved.
 
     **Returns:**
 
@@ -172,16 +180,16 @@ def vit(overrides: Overrides = None, *, prefix: str = "vit.") -> NameTable:
     return _merge(overrides, prefix, VIT, ENCODER)
 
 
-# Architectures of GGUF whose rows of q and k llama.cpp stores in another order, and those whose norms it adds one to.
+# Architectures of GGUF whose rows of q and k llama.cpp reorders, and architectures whose norms it adds one to.
 _PERMUTED = ("llama",)
 _PLUS_ONE = ("gemma", "gemma2", "gemma3")
 
 
 def gguf(checkpoint: Checkpoint, overrides: Overrides = None) -> NameTable:
-    """Returns the names of GGUF files, with the paths that the other mappings give to the same arrays.
+    """Returns the names of GGUF files, with the paths of the other families.
 
     llama.cpp stores the rows of `q` and `k` of Llama and Mistral so that the two halves of each head alternate; here
-    they are put back, packed. From the norms of Gemma it is the one that llama.cpp added that is subtracted.
+    they are put back, packed. llama.cpp adds one to the norms of Gemma, which is subtracted.
 
     **Arguments:**
 
@@ -215,7 +223,9 @@ def gguf(checkpoint: Checkpoint, overrides: Overrides = None) -> NameTable:
 
 
 def rotary_halves(heads: int) -> Callable[[PyTree], PyTree]:
-    """Returns a function that undoes llama.cpp's order of the rows of `q` and `k`: a gather, of packed rows too.
+    """Returns a function that undoes llama.cpp's order of the rows of `q` and `k`.
+
+    It gathers rows, packed ones too.
 
     llama.cpp rotates neighbours, row `2 i` with `2 i + 1`; Hugging Face rotates the halves of a head, row `i` with
     `i + size / 2`.
@@ -255,8 +265,8 @@ _FAMILIES: dict[str, tuple[Callable[..., NameTable], str]] = {
 }
 
 
-def detect(checkpoint: object, overrides: Overrides = None) -> NameRules:
-    """Returns the rules for a checkpoint, by what it says of itself.
+def of(checkpoint: object, overrides: Overrides = None) -> NameRules:
+    """Returns the rules for a checkpoint, from its metadata and its configuration.
 
     That is `model_type` in `config.json`, or the architecture of a GGUF file. Arrays of our own files, and of
     dictionaries, keep their names; unless a file was converted, and has the names of the family of its `config.json`.
@@ -289,7 +299,7 @@ def detect(checkpoint: object, overrides: Overrides = None) -> NameRules:
 
 
 def _is_converted(checkpoint: Checkpoint) -> bool:
-    """Whether a file of ours has the names of another library: those of the family of its `config.json`."""
+    """Returns whether a file of ours has the names of the family of its `config.json`."""
     prefix = _FAMILIES.get(str(checkpoint.config.get("model_type")), (None, ""))[1]
     return prefix != "" and any(name.startswith(prefix) for name in checkpoint)
 
@@ -307,7 +317,7 @@ def rename(names: Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget], chang
     **Arguments:**
 
     - `names`: rules.
-    - `changes`: parts of paths, and what they become.
+    - `changes`: parts of paths, and their replacements.
 
     **Returns:**
 
@@ -346,7 +356,10 @@ def rename(names: Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget], chang
 
 
 def _merge(overrides: Overrides, prefix: str, *tables: Mapping[str, LeafTarget] | NameTable) -> NameTable:
-    """Joins tables: of two rules with one name the first holds. A prefix stands before all names but that of a head."""
+    """Joins tables: of two rules with one name the first holds.
+
+    A prefix stands before all names but the head.
+    """
     rules: NameTable = dict(overrides.items() if overrides else ())
     for table in tables:
         for name, target in table.items():

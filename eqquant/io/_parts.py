@@ -16,7 +16,10 @@ _NO, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 class PartName(NamedTuple):
-    """The name of a file that is one of a `total` of parts. They have the same name but for the `number`, from one."""
+    """The name of a file that is one of a `total` of parts.
+
+    Names differ only in the `number`, from one on.
+    """
 
     start: str
     number: int
@@ -29,7 +32,7 @@ class PartName(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a file holds."""
+    """The tensors and the metadata of a file."""
 
     file: MappedFile
     tensors: Mapping[str, StoredTensor]
@@ -63,7 +66,10 @@ def other_parts(part: Part, is_gguf: bool) -> list[Path]:
 
 
 def join(parts: Sequence[Part], is_gguf: bool) -> tuple[dict[str, StoredTensor], dict[str, object]]:
-    """Returns the tensors and the metadata of a checkpoint. Raises unless the parts make a whole."""
+    """Returns the tensors and the metadata of a checkpoint.
+
+    Raises unless the parts make a whole.
+    """
     tensors: dict[str, StoredTensor] = {}
     for n, part in enumerate(parts):
         numbers = part.metadata.get(_NO), part.metadata.get(_COUNT)

@@ -1,4 +1,7 @@
-"""From the codes of other libraries to our own packing, a few rows at a time, so that only packed codes are whole."""
+"""Repacks the codes of other libraries, a few rows at a time.
+
+So only packed codes are whole in memory.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +17,7 @@ from .._numerics.packing import packed_length
 from .._wrappers.permuted import permuted, PermutedArray
 from ._bits import pack_codes
 from ._entry import Entry, named_parts
-from ._memory import aligned_empty, copied, in_threads
+from ._memory import aligned_empty, copy_in_parallel, in_threads
 from ._tensors import StoredTensor
 
 
@@ -24,7 +27,10 @@ _CHUNK = 2**20
 
 
 class Nested(NamedTuple):
-    """Scales or offsets that are quantized: a code for each block, and the scales of these, all with the batch axes."""
+    """Scales or offsets that are quantized: a code for each block, and their own scales.
+
+    All have the batch axes.
+    """
 
     codes: np.ndarray
     scale: np.ndarray
@@ -37,9 +43,9 @@ class Unpacked(NamedTuple):
         are all batch axes, merged.
     - `scale`, `zero_point`, `offset`: one for each block, of `(*batch, blocks)`; scale and offset have the dtype of the
         format's scales, or are `Nested`.
-    - `order`: the order in which the last axis is stored, or `None` for that of the weight.
+    - `order`: the order in which the last axis is stored, or `None` for the order of the weight.
     - `least_rows`: rows are taken in multiples of this, where fewer do not lie side by side in the file.
-    - `pack`: packs what `codes` returns. Another one than `pack_codes` may take codes in another order.
+    - `pack`: packs the result of `codes`. A function other than `pack_codes` may take codes in another order.
     """
 
     codes: Callable[[int, int], np.ndarray]
@@ -71,17 +77,17 @@ def repack(parts: Unpacked, entry: Entry, source: StoredTensor) -> QuantizedArra
         highest = int(parts.zero_point.max(initial=0))
         if highest >= 2**format.bits:
             source.fail(f"Its zero points must be below {2**format.bits}. Got {highest}.")
-        given["zero_point_bits"] = _packed(parts.zero_point, format.bits)
+        given["zero_point_bits"] = _pack(parts.zero_point, format.bits)
     for name, stored in (("scale", parts.scale), ("offset", parts.offset)):
         if stored is not None:
             given |= _stored_floats(f"{name}_bits", stored, format, source)
     # Scales may be views of the file, which another program may change.
-    ours = lambda name: jax.device_put(given[name] if name == "codes" else copied(given[name]))
+    ours = lambda name: jax.device_put(given[name] if name == "codes" else copy_in_parallel(given[name]))
     leaves = [ours(name).reshape(struct.shape) for name, struct in structs.items()]
     return permuted(jtu.tree_unflatten(jtu.tree_structure(like), leaves), parts.order)
 
 
-def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
+def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
     packed = np.empty((*codes.shape[:-1], packed_length(codes.shape[-1], bits)), np.uint8)
     pack_codes(codes, bits, packed)
     return packed
@@ -94,7 +100,7 @@ def _stored_floats(
     if isinstance(stored, Nested):
         if format.scale_format is None:
             raise TypeError(f"Only a format that quantizes its scales has nested ones. Got {format!r}.")
-        codes = {f"{part}.codes": _packed(stored.codes, format.scale_format.bits)}
+        codes = {f"{part}.codes": _pack(stored.codes, format.scale_format.bits)}
         return codes | _stored_floats(f"{part}.scale_bits", stored.scale, format.scale_format, source)
     if not np.isfinite(stored).all():
         source.fail(f"Got {'an offset' if part.startswith('offset') else 'a scale'} that is not finite.")

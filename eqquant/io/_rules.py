@@ -1,4 +1,4 @@
-"""The small language of `eqq.io.load_into`: which array of a checkpoint becomes which leaf of a model."""
+"""The rules of `eqq.io.load_into`: which array of a checkpoint becomes which leaf."""
 
 import dataclasses
 import math
@@ -11,8 +11,8 @@ from .._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """A place in a model, for [`eqquant.io.load_into`][], and what to do with an array on its way there.
+class To:
+    """A place in a model for [`eqquant.io.load_into`][], and the changes of its array.
 
     !!! Example
 
@@ -27,10 +27,10 @@ class Target:
 
     - `path`: the path of a leaf, such as `"layers.{n}.attention.q.weight"`; or a tuple of paths, among which the array
         is divided, by the sizes of these leaves.
-    - `transpose`: whether to swap the last two axes. A vector stays as it is. A quantized array stays packed.
+    - `transpose`: whether to swap the last two axes. A vector does not change. A quantized array stays packed.
     - `axis`: the axis along which several arrays are joined, or one is divided, after transposing.
     - `tied`: whether each of the paths gets the whole array, instead of a part of it.
-    - `apply`: a function of each array as it is read, after transposing, such as `lambda w: w.reshape(8, 64, -1)`.
+    - `apply`: a function of each array after transposing, such as `lambda w: w.reshape(8, 64, -1)`.
     - `dequantize`: whether the array becomes dense first.
     """
 
@@ -52,9 +52,11 @@ NameRules = Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget] | Callable[[
 
 
 class Recipe(NamedTuple):
-    """One or more leaves, and the arrays that they are made of: `sources[i][j]` is part `j` of layer `i` of a stack.
+    """One or more leaves, and the arrays that become them.
 
-    - `paths`: those of the leaves.
+    `sources[i][j]` is part `j` of layer `i` of a stack.
+
+    - `paths`: the paths of the leaves.
     - `stacked`: the lengths of the axes that are stacked, if any are.
     """
 
@@ -65,7 +67,7 @@ class Recipe(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """What rules make of the names of a checkpoint."""
+    """The leaves that rules give to the names of a checkpoint."""
 
     recipes: list[Recipe]
     left_out: list[str]
@@ -111,7 +113,7 @@ def match_names(names: NameRules, found: Sequence[str]) -> Matched:
                 "lacks arrays are stacked, by number"
             )
             continue
-        paths = tuple(_filled(path, groups) for path in to.paths)
+        paths = tuple(_fill(path, groups) for path in to.paths)
         layer = grouped.setdefault((number, paths), {}).setdefault(tuple(int(groups[g]) for g in missing), {})
         if part in layer:
             problems.append(f"{', '.join(paths)}: both {layer[part]} and {name}")
@@ -183,5 +185,5 @@ def _rule(key: object, target: object, literal: bool = False) -> _Rule:
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
-def _filled(path: str, groups: Mapping[str, str]) -> str:
+def _fill(path: str, groups: Mapping[str, str]) -> str:
     return GROUP.sub(lambda m: groups.get(m[1], m[0]), path)

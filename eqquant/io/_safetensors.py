@@ -5,7 +5,7 @@
                optionally "__metadata__": {name: text}
     the rest   the bytes of the tensors, little-endian and row-major, without holes
 
-The reader is our own because that of the `safetensors` package gives NumPy no 8-bit and 4-bit floats.
+The reader is our own because the `safetensors` package gives NumPy no 8-bit and 4-bit floats.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeGuard
 
-from ._atomic import replacing
+from ._atomic import open_replacement
 from ._tensors import DTYPES, MappedFile, num_bytes, parse_json, StoredTensor, Tensor, to_bytes
 
 
@@ -44,7 +44,7 @@ def read(file: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         file.fail("must have metadata that maps names to text. Got something else under `__metadata__`.")
-    tensors = [_stored(file, name, entry, 8 + length) for name, entry in header.items()]
+    tensors = [_read_entry(file, name, entry, 8 + length) for name, entry in header.items()]
     tensors.sort(key=lambda t: (t.start, t.start + t.nbytes))
     end, before = 8 + length, "the header"
     for t in tensors:
@@ -57,7 +57,7 @@ def read(file: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return {t.name: t for t in tensors}, metadata
 
 
-def _stored(file: MappedFile, name: str, entry: object, data: int) -> StoredTensor:
+def _read_entry(file: MappedFile, name: str, entry: object, data: int) -> StoredTensor:
     def fail(why: str) -> NoReturn:
         file.fail(f"must describe the tensor {name!r} by dtype, shape and data_offsets. Got {why}.")
 
@@ -93,25 +93,28 @@ def write(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) ->
     tensors, start = list(tensors), {}
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for t in _aligned(tensors):
+    for t in _align(tensors):
         header[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": (end, end + t.nbytes)}
         start[t.name], end = end, end + t.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise ValueError(f"The header of {path} must take at most {MAX_HEADER} bytes. Got {len(text)}. Save in parts.")
-    with replacing(path) as f:
+    with open_replacement(path) as f:
         f.write(len(text).to_bytes(8, "little"))
         f.write(text)
-        # In the order given, in which what belongs together is read once.
+        # In the given order, so that tensors that belong together are read once.
         for t in tensors:
             f.seek(8 + len(text) + start[t.name])
             for part in to_bytes(t.array()):
                 f.write(part)
 
 
-def _aligned(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns tensors in an order that aligns each to its items: their own, or else wide types first."""
+def _align(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns tensors in an order that aligns each to its items.
+
+    That is their own order if it does, or else wide types first.
+    """
     starts = itertools.accumulate((t.nbytes for t in tensors), initial=0)
     if all(8 * start % width(t) == 0 for start, t in zip(starts, tensors, strict=False)):
         return tensors
@@ -124,7 +127,10 @@ def width(t: Tensor) -> int:
 
 
 def split(tensors: Sequence[Tensor], nbytes: int) -> list[list[Tensor]]:
-    """Divides tensors, in order, into groups of at most `nbytes`; one that is larger has a group to itself."""
+    """Divides tensors, in order, into groups of at most `nbytes`.
+
+    A larger one has a group to itself.
+    """
     groups: list[list[Tensor]] = [[]]
     size = 0
     for t in tensors:

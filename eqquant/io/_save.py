@@ -1,4 +1,4 @@
-"""`eqq.save`: a model, or any tree, as a file that says what it holds."""
+"""`eqq.save`: saves a model, or any tree, in a file that describes its leaves."""
 
 import collections
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 
 from .._tree.leaves import identity, key_name, Leaf, named_leaves
 from .._types import PyTree
-from ._atomic import making, replacing, sync_folder
+from ._atomic import make_folder, open_replacement, sync_folder
 from ._entry import describe_leaf, Entry, is_one, named_parts
 from ._files import read_json
 from ._lazy import keep_latest, LazyArray
@@ -30,7 +30,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None = None) -> None:
-    """Saves a model, quantized or not, or any other pytree. [`eqquant.load`][] loads it, with or without a template.
+    """Saves a model, quantized or not, or any other pytree.
+
+    [`eqquant.load`][] loads it, with or without a template.
 
     The file is a safetensors file, which other programs can read too. Its metadata describes every leaf: the format of
     a quantized array, its axis, its logical shape and dtype.
@@ -89,9 +91,12 @@ def check_shard_nbytes(shard_nbytes: int | float | str | None) -> None:
 
 
 def _plan(tree: PyTree) -> tuple[list[SavedLeaf[NewTensor]], list[NewTensor]]:
-    """Returns what the manifest says of each leaf, and the tensors to write. Raises before anything is written."""
+    """Returns the manifest and the tensors to write.
+
+    Raises before anything is written.
+    """
     leaves = [(leaf, entry) for leaf in named_leaves(tree, is_one) if (entry := checked_entry(leaf)) is not None]
-    # Names of tensors are those of leaves, or start with them; "codes" of one might be another leaf.
+    # Names of tensors are names of leaves, or start with them; "codes" of one might be another leaf.
     taken = {"__metadata__", *(leaf.path for leaf, _ in leaves)}
     saved, tensors, seen = [], [], {}
     read_parts: Callable[[LazyArray], dict[str, PyTree]] = keep_latest(lambda lazy: _parts(lazy.read()))
@@ -150,7 +155,10 @@ def checked_entry(leaf: Leaf) -> Entry | None:
 
 
 def _nested_keys(leaves: Sequence[Leaf]) -> list[tuple[str, ...]]:
-    """Returns the keys of each leaf in a nested dictionary; its path alone if another leaf stands in the way."""
+    """Returns the keys of each leaf in a nested dictionary.
+
+    Its path alone if another leaf stands in the way.
+    """
     keys = [tuple(key_name(key) for key in leaf.keys) for leaf in leaves]
     inner, count = {k[:n] for k in keys for n in range(len(k))}, collections.Counter(keys)
     return [(leaf.path,) if k in inner or count[k] > 1 else k for leaf, k in zip(leaves, keys, strict=True)]
@@ -168,7 +176,7 @@ def shards_in(folder: Path) -> list[Path]:
 
 
 def _listed_in(folder: Path) -> list[Path]:
-    """Returns the shards, of those that are named as ours, that the index of a folder lists."""
+    """Returns the shards with names of ours that the index of a folder lists."""
     try:
         where = read_json(MappedFile(folder / INDEX)).get("weight_map")
     except (OSError, ValueError):
@@ -180,7 +188,10 @@ def _listed_in(folder: Path) -> list[Path]:
 def write_shards(
     folder: Path, shards: Sequence[Sequence[Tensor]], metadata: Mapping[str, str], index_metadata: Mapping[str, str]
 ) -> None:
-    """Writes shards under new names, then the index, then removes the shards that an older index listed."""
+    """Writes shards under new names, then the index, and removes the old shards.
+
+    An older index lists the old ones.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError(
             f"`path` must be a folder with `shard_nbytes`, which writes several files. Got the file {folder}. Remove "
@@ -188,7 +199,7 @@ def write_shards(
         )
     token, where = secrets.token_hex(4), {}
     names = [f"model-{n:05}-of-{len(shards):05}-{token}.safetensors" for n in range(1, len(shards) + 1)]
-    with making(folder) as into:
+    with make_folder(folder) as into:
         try:
             for name, shard in zip(names, shards, strict=True):
                 write(into / name, shard, metadata)
@@ -196,7 +207,7 @@ def write_shards(
             total = sum(t.nbytes for shard in shards for t in shard)
             index = {"metadata": {"total_size": total, **index_metadata}, "weight_map": where}
             before = _listed_in(into)
-            with replacing(into / INDEX) as f:
+            with open_replacement(into / INDEX) as f:
                 f.write(json.dumps(index).encode())
         except BaseException:
             for name in {*names} - {p.name for p in _listed_in(into)}:  # unless the new index is there already

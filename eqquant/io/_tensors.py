@@ -1,4 +1,7 @@
-"""Files through a memory map, and the tensors in them. Nothing is read until it is asked for."""
+"""Memory-mapped files, and the tensors in them.
+
+Nothing is read until it is asked for.
+"""
 
 import dataclasses
 import json
@@ -48,7 +51,7 @@ _HEAD = 64
 
 
 def _substitute(head: bytes) -> str | None:
-    """Says what lies in the place of a file that was not downloaded, from its first bytes."""
+    """Describes the placeholder of a file that was not downloaded, from its first bytes."""
     if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, of a clone without its large files: run `git lfs pull`"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
@@ -59,7 +62,10 @@ def _substitute(head: bytes) -> str | None:
 
 
 class MappedFile:
-    """A file that is read through a memory map, which ends when the last array that shows it is gone."""
+    """A file that is read through a memory map.
+
+    The map ends when the last array that shows it is gone.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,7 +86,10 @@ class MappedFile:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NewTensor:
-    """A tensor to write: `dtype` is its name in the file, and `array` returns its values when their turn has come."""
+    """A tensor to write.
+
+    `dtype` is its name in the file, and `array` returns its values when their turn has come.
+    """
 
     name: str
     dtype: str
@@ -116,7 +125,10 @@ class StoredTensor:
         return np.frombuffer(self.file.buffer, np.uint8, self.nbytes, self.start)
 
     def array(self) -> np.ndarray:
-        """Returns the values: a view of the file, except for four-bit floats, which take a byte each."""
+        """Returns the values: a view of the file.
+
+        Four-bit floats are no view; they take a byte each.
+        """
         dtype = DTYPES.get(self.dtype, (0, None))[1]
         if dtype is None:
             self.fail(f"Got {self.dtype}, which has no NumPy dtype. Of such a tensor only the bytes can be read.")
@@ -133,7 +145,10 @@ Tensor = NewTensor | StoredTensor
 
 
 def num_bytes(shape: tuple[int, ...], bits: int) -> int | None:
-    """Returns the bytes of an array, or `None` if they are not whole or no array can have this shape."""
+    """Returns the bytes of an array, or `None` if no array can have this shape.
+
+    Nor can a part of a byte be stored.
+    """
     if len(shape) > _MAX_RANK or any(n < 0 for n in shape) or math.prod(n for n in shape if n) >= 2**59:
         return None
     total = math.prod(shape) * bits
@@ -156,7 +171,7 @@ _MAX_DEPTH = 16
 
 
 def parse_json(text: bytes, file: MappedFile, what: str) -> dict[str, object]:
-    """Parses an object. Raises a `ValueError` that names the file for anything that is not plainly one.
+    """Parses a JSON object, or raises a `ValueError` that names the file.
 
     JSON itself allows an object to repeat a name, and Python allows NaN: here neither can hide a second meaning.
     """

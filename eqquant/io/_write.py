@@ -14,7 +14,7 @@ from .._errors import did_you_mean, Message
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._types import PyTree
 from . import _safetensors
-from ._atomic import making, replacing
+from ._atomic import make_folder, open_replacement
 from ._entry import AnyArray, is_one
 from ._lazy import keep_latest
 from ._safetensors import split
@@ -41,7 +41,9 @@ def write(
     types: Mapping[str, str] | None = None,
     shard_nbytes: int | None = None,
 ) -> None:
-    """Writes arrays for another library to open: llama.cpp, MLX, or transformers with a package for quantization.
+    """Writes arrays for another library to open: llama.cpp, MLX, or transformers.
+
+    Transformers needs a package for quantization.
 
     !!! Example
 
@@ -50,9 +52,9 @@ def write(
         eqq.io.write("folder", arrays, "compressed-tensors", config=json.loads(Path("config.json").read_text()))
         ```
 
-    The bits are those of the arrays, so that the other library computes the same values. Nothing is quantized again:
-    an array in a format that the library does not have is an error. [Files](../files.md#write-for-other-libraries)
-    lists the formats of each.
+    The bits do not change, so the other library computes the same values. Nothing is quantized again: an array in a
+    format that the library does not have is an error. [Files](../files.md#write-for-other-libraries) lists the formats
+    of each.
 
     Reads and writes one array after another. The output appears when it is whole; a process that dies leaves the old
     file as it was.
@@ -67,12 +69,12 @@ def write(
         `"gptq"` or `"mlx"`.
     - `names`: the names in the file, by the names in `arrays`: a function, or a mapping that has them all. `None` as a
         name leaves an array out.
-    - `config`: what `config.json` holds of the model. The part about quantization is added to it. GGUF has none.
+    - `config`: the model's part of `config.json`. The part about quantization is added to it. GGUF has none.
     - `metadata`: the key-value pairs of GGUF: text, numbers, booleans, and lists of one of them. Whole numbers become
         uint32, or the next larger type that holds them, and others float32; NumPy's keep their type. For the others,
         text by text.
-    - `types`: for GGUF, by globs for names in the file, types other than the one that a format is called as:
-        `{"blk.*": "TQ1_0"}` stores `TQ2_0` in 1.69 bits for each weight. It is the only one.
+    - `types`: for GGUF, by globs for names in the file, types other than the namesake of a format: `{"blk.*": "TQ1_0"}`
+        stores `TQ2_0` in 1.69 bits for each weight. It is the only one.
     - `shard_nbytes`: divides the tensors of a folder among files of at most this size, as far as single tensors allow,
         with a `model.safetensors.index.json` that lists them.
 
@@ -82,15 +84,15 @@ def write(
 
     **Raises:**
 
-    `ValueError` for an array that the file cannot hold exactly; the message names it, its format, and what fits. So for
-    names that repeat, and for a folder with other weights. `TypeError` for values that no such file can hold. In all
-    these cases nothing is written.
+    `ValueError` for an array that the file cannot hold exactly; the message names it, its format, and formats that fit.
+    So for names that repeat, and for a folder with other weights. `TypeError` for values that no such file can hold. In
+    all these cases nothing is written.
     """
     options = _Options(names, config, metadata or {}, types or {}, shard_nbytes)
     _write(Path(path), arrays, dialect, options)
 
 
-def write_beside(
+def write_with_companions(
     companions: Mapping[str, Path],
     path: Path,
     arrays: Mapping[str, object],
@@ -98,7 +100,7 @@ def write_beside(
     config: Mapping[str, object],
     shard_nbytes: int | None,
 ) -> None:
-    """As `write`, to a folder, which also gets copies of `companions`, files by their names in it."""
+    """As `write`, to a folder that also gets copies of `companions`, files by their names."""
     _write(path, arrays, dialect, _Options(config=config, shard_nbytes=shard_nbytes), companions)
 
 
@@ -140,7 +142,7 @@ def _write(
 
 
 def describe_model(config: Mapping[str, object]) -> dict[str, object]:
-    """Returns what a `config.json` says of the model alone."""
+    """Returns the part of a `config.json` that describes the model."""
     quantization = ("quantization_config", "quantization", "compression_config")
     model = {key: value for key, value in config.items() if key not in quantization}
     text = model.get("text_config")  # of a model for text and images
@@ -168,13 +170,13 @@ def _layout(writer: ModuleType, name: str, x: AnyArray, kind: str | None = None)
 
 
 def _settings(writer: ModuleType, schemes: Mapping[str, Scheme | None]) -> dict[str, object]:
-    """Returns what `config.json` says of quantization."""
+    """Returns the settings of quantization for `config.json`."""
     quantized = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     return writer.settings(quantized, [name for name in schemes if name not in quantized]) if quantized else {}
 
 
 def _sources(arrays: PyTree, names: Renaming) -> dict[str, Callable[[], Leaf]]:
-    """Returns what reads each array, by the names in the file."""
+    """Returns the reader of each array, by the names in the file."""
     if isinstance(arrays, Mapping):
         found = {str(name): (lambda name=name: Leaf(name, arrays[name], (), ())) for name in arrays}
     else:
@@ -198,7 +200,10 @@ def _sources(arrays: PyTree, names: Renaming) -> dict[str, Callable[[], Leaf]]:
 
 
 def _is_text(name: str) -> bool:
-    """Returns whether every library can read a name: none takes half of a surrogate pair, and C ends text at a zero."""
+    """Returns whether every library can read a name.
+
+    None takes half of a surrogate pair, and C ends text at a zero.
+    """
     return "\0" not in name and name.encode(errors="replace").decode() == name
 
 
@@ -230,7 +235,7 @@ def _array(name: str, leaf: Leaf, dialect: str) -> AnyArray:
 
 
 def _kinds(writer: ModuleType, names: Iterable[str], types: Mapping[str, str]) -> dict[str, str]:
-    """Returns the types of GGUF that were asked for, by name. The first glob that matches holds."""
+    """Returns the wanted types of GGUF by name. The first glob that matches holds."""
     if not isinstance(types, Mapping):
         raise TypeError(f'`types` must map names in the file to types: `{{"blk.*": "TQ1_0"}}`. Got {types!r}.')
     if types and writer is not gguf:
@@ -246,7 +251,7 @@ def _kinds(writer: ModuleType, names: Iterable[str], types: Mapping[str, str]) -
 def _plan(
     writer: ModuleType, sources: Mapping[str, Callable[[], Leaf]], kinds: Mapping[str, str]
 ) -> tuple[list[NewTensor], dict[str, Scheme | None]]:
-    """Returns the tensors to write, and what the configuration says of each array.
+    """Returns the tensors to write, and the settings of each array in the configuration.
 
     Every array is read now, for its layout, and again when its tensors are: only one is in memory at a time.
     """
@@ -268,7 +273,10 @@ def _plan(
 
 
 def check_no_others(folder: Path, shard_nbytes: int | None = None) -> None:
-    """Raises if a folder holds weights that would not be replaced: shards replace shards, and a file a file."""
+    """Raises if a folder holds weights that would stay.
+
+    Shards replace shards, and a file a file.
+    """
     if folder.is_dir():
         ours = lambda name: name in {p.name for p in shards_in(folder)} | {INDEX} if shard_nbytes else name == FILE
         others = [p.name for p in folder.iterdir() if p.name.endswith(_WEIGHTS) and not ours(p.name)]
@@ -285,15 +293,18 @@ def _write_folder(
     metadata: Mapping[str, str],
     shard_nbytes: int | None,
 ) -> None:
-    """Writes weights and other files. None of these appears without the others, unless the process is killed."""
+    """Writes weights and other files.
+
+    None of these appears without the others, unless the process is killed.
+    """
     if folder.suffix in (".safetensors", ".gguf") or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"`path` must be a folder, which gets {FILE} and {CONFIG}. Got {folder}.")
     check_no_others(folder, shard_nbytes)
     check_shard_nbytes(shard_nbytes)
     with contextlib.ExitStack() as whole:
-        into = whole.enter_context(making(folder))
+        into = whole.enter_context(make_folder(folder))
         for name, content in files.items():
-            whole.enter_context(replacing(into / name)).write(content)
+            whole.enter_context(open_replacement(into / name)).write(content)
         if shard_nbytes is None:
             _safetensors.write(into / FILE, tensors, metadata)
         else:

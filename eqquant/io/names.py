@@ -1,4 +1,7 @@
-"""The names that families of models have in checkpoints, and pairs of their layers. See `docs/files.md`."""
+"""Names of the arrays of model families in checkpoints, and pairs of layers.
+
+See `docs/files.md`.
+"""
 
 from ._names import (
     bert as bert,

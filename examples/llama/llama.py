@@ -161,19 +161,21 @@ class Attention(eqx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         heads_first = lambda y: jnp.swapaxes(y, 1, 2)
-        of_layer = cache.of(layer).append(heads_first(rotation(k)), heads_first(v), count)
+        layer_cache = cache.of(layer).append(heads_first(rotation(k)), heads_first(v), count)
         # Heads that share keys are one group, and the tokens of all of them are the rows of one product.
         grouped = (x.shape[0], config.kv_heads, config.heads // config.kv_heads, x.shape[1])
         rows = heads_first(rotation(q)).reshape(x.shape[0], config.kv_heads, -1, config.head_size)
-        scores = of_layer.scores(rows).reshape(*grouped, -1).astype(jnp.float32) * config.query_scale
+        scores = layer_cache.scores(rows).reshape(*grouped, -1).astype(jnp.float32) * config.query_scale
         if config.attention_cap:
             scores = config.attention_cap * jnp.tanh(scores / config.attention_cap)
-        back = positions[:, :, None] - of_layer.positions  # below zero for places that are empty
+        back = positions[:, :, None] - layer_cache.positions  # below zero for places that are empty
         seen = (back >= 0) & ((window == 0) | (back < window))
         shares = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(x.dtype)
-        mixed = of_layer.mix(shares.reshape(*rows.shape[:3], -1)).reshape(x.shape[0], config.heads, *x.shape[1:2], -1)
+        mixed = layer_cache.mix(shares.reshape(*rows.shape[:3], -1)).reshape(
+            x.shape[0], config.heads, *x.shape[1:2], -1
+        )
         y = per_token(self.output)(heads_first(mixed).reshape(*x.shape[:2], -1))
-        return y, cache.having(layer, of_layer)
+        return y, cache.having(layer, layer_cache)
 
 
 class MLP(eqx.Module):
@@ -209,12 +211,12 @@ def mixture(
     shares = jnp.zeros_like(shares).at[jnp.arange(len(x))[:, None], chosen].set(best).astype(x.dtype)
 
     def add(total: Array, n: Array) -> tuple[Array, None]:
-        def of_expert() -> Array:
+        def compute_expert() -> Array:
             # Selected here, so that an expert that no token chose is not even read.
             return shares[:, n, None] * jax.vmap(eqq.take_layer(experts, n))(x)
 
         used = jnp.any(shares[:, n] > 0)
-        return total + jax.lax.cond(used, of_expert, lambda: jnp.zeros_like(x)), None
+        return total + jax.lax.cond(used, compute_expert, lambda: jnp.zeros_like(x)), None
 
     return jax.lax.scan(add, jnp.zeros_like(x), jnp.arange(config.experts))[0]
 
@@ -299,7 +301,7 @@ class Llama(eqx.Module):
         `count`: how many of each row are text; padding follows.
         """
         positions = cache.length[:, None] + jnp.arange(ids.shape[1])
-        of_row = jnp.full(len(ids), ids.shape[1]) if count is None else count
+        row_counts = jnp.full(len(ids), ids.shape[1]) if count is None else count
         rotation = local = Rotation(self.config, positions, cache.context)
         if self.config.local_theta:
             local = Rotation(self.config, positions, cache.context, local=True)
@@ -310,13 +312,13 @@ class Llama(eqx.Module):
         if isinstance(self.layers, list):
             for n, layer in enumerate(self.layers):
                 window = self.config.windows[n]
-                x, cache = layer(x, n, positions, local if window else rotation, window, of_row, cache)
+                x, cache = layer(x, n, positions, local if window else rotation, window, row_counts, cache)
             return self.norm(x), cache
 
-        def step(carry: tuple[Array, Cache], of_layer: tuple[Array, Array]) -> tuple[tuple[Array, Cache], None]:
-            (x, cache), (n, window) = carry, of_layer
+        def step(carry: tuple[Array, Cache], layer_inputs: tuple[Array, Array]) -> tuple[tuple[Array, Cache], None]:
+            (x, cache), (n, window) = carry, layer_inputs
             turned = jtu.tree_map(lambda a, b: jnp.where(window > 0, b, a), rotation, local)
-            return eqq.take_layer(self.layers, n)(x, n, positions, turned, window, of_row, cache), None
+            return eqq.select(self.layers, n)(x, n, positions, turned, window, row_counts, cache), None
 
         numbers = (jnp.arange(self.config.layers), jnp.asarray(self.config.windows))
         (x, cache), _ = jax.lax.scan(step, (x, cache), numbers)
@@ -356,22 +358,22 @@ def joined(model: Llama) -> Llama:
 
     def join(*layers: eqx.nn.Linear) -> tuple[eqx.nn.Linear | None, ...]:
         given = [f.weight for f in layers]
-        of_codes = all(isinstance(w, eqq.arrays.ActivationQuantizedArray) and w.scale is None for w in given)
-        weights = [w.array for w in given] if of_codes else given
-        inputs = {w.activations for w in given} if of_codes else set()
+        dynamic = all(isinstance(w, eqq.ActivationQuantizedArray) and w.scale is None for w in given)
+        weights = [w.array for w in given] if dynamic else given
+        inputs = {w.activations for w in given} if dynamic else set()
         of = lambda w: (w.format, w.dtype, w.ndim, w.shape[-1])
         if not all(map(eqq.is_quantized, weights)) or any(f.bias is not None for f in layers):
             return layers
         if len({of(w) for w in weights}) > 1 or len(inputs) > 1:
             return layers
         weight = eqq.quaxify(lambda *w: jnp.concatenate(w, axis=-2))(*weights)
-        if of_codes:
-            weight = eqq.arrays.ActivationQuantizedArray(weight, inputs.pop())
+        if dynamic:
+            weight = eqq.ActivationQuantizedArray(weight, inputs.pop())
         rows = sum(f.out_features for f in layers)
         skeleton = eqx.filter_eval_shape(eqx.nn.Linear, layers[0].in_features, rows, False, key=jr.key(0))
         return (eqx.tree_at(lambda f: f.weight, skeleton, weight), *[None] * (len(layers) - 1))
 
-    def of_layer(layer: Layer) -> Layer:
+    def join_layer(layer: Layer) -> Layer:
         for where in (
             lambda x: (x.attention.q, x.attention.k, x.attention.v),
             lambda x: () if x.mlp is None else (x.mlp.gate, x.mlp.up),
@@ -382,7 +384,7 @@ def joined(model: Llama) -> Llama:
                 layer = eqx.tree_at(where, layer, join(*layers))
         return layer
 
-    layers = [of_layer(x) for x in model.layers] if isinstance(model.layers, list) else of_layer(model.layers)
+    layers = [join_layer(x) for x in model.layers] if isinstance(model.layers, list) else join_layer(model.layers)
     return eqx.tree_at(lambda m: m.layers, model, layers)
 
 

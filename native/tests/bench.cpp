@@ -1,5 +1,5 @@
-// Times of single products in one thread, without XLA: what a kernel reaches while it is being written. The figures
-// that count are those of `benchmarks/cpu_matmul.py`.
+// Times of single products in one thread, without XLA, to look at while writing a kernel. The figures
+// that count come from `benchmarks/cpu_matmul.py`.
 //
 //   bench [rounds] [isa] [coarse]
 #include <stdio.h>

@@ -154,7 +154,7 @@ int64_t matrix_of(const Problem& p, int64_t batch) {
   return p.selected == nullptr ? batch : std::min<int64_t>(std::max<int64_t>(p.selected[batch], 0), p.stack - 1);
 }
 
-// Scales of a weight, or its offsets, by their definition. Bytes are those of the codes, or of the floats.
+// Scales of a weight, or its offsets, by their definition. They are read from the codes, or from the floats.
 double scale_at(const Problem& p, int64_t row, int64_t block, bool offset = false) {
   const uint8_t* floats = static_cast<const uint8_t*>(offset ? p.offset : p.scale);
   const uint8_t* codes = offset ? p.offset_codes : p.scale_codes;
@@ -195,7 +195,7 @@ Made make(Random& random) {
   if (p.block_size > p.k) p.block_size = p.k;
   if (p.block_size < 1) p.block_size = 1;
   p.words = packed_bytes(p.k, p.bits);
-  const bool selects = coin(random, 30);  // from a stack, also what is beyond its ends
+  const bool selects = coin(random, 30);  // from a stack, also beyond its ends
   p.stack = selects ? 1 + below(random, 4) : p.batch;
   p.blocks = (p.k + p.block_size - 1) / p.block_size;
   p.zero_words = packed_bytes(p.blocks, p.bits);
@@ -256,7 +256,7 @@ Made make(Random& random) {
     }
   }
   made.integers = p.values == kValueInteger || whole == 1 || whole == 2;
-  // What stands in padding must not matter, so a code that no weight has may be anything.
+  // Padding must not matter, so the value of an unused code may be anything.
   const bool hole = p.values == kValueTable && coin(random, 30);
   if (hole) a.table[0] = coin(random) ? NAN : INFINITY;
   for (int64_t i = 0; i < a.codes.size; ++i) a.codes[i] = static_cast<uint8_t>(random());
@@ -432,7 +432,7 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
           return false;
         }
       }
-  // With many results the errors are at most twice those of a plain product in float32, which rounds every sum. If
+  // With many results the errors are at most twice the errors of a plain product in float32, which rounds every sum. If
   // there are few scales, they are much the same where x is scaled first; and transposed, offsets are a sum of their
   // own.
   const double most = (p.scale_bits > 0 && p.scale_bits < 3) || (p.offset != nullptr && p.transpose) ? 9 : 4;

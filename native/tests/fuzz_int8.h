@@ -1,5 +1,5 @@
 // Random products of integers; a part of `fuzz.cpp`, whose helpers it uses. Sums of integers must be exact. So with one
-// block the only errors are those of scaling a sum; with several, those of adding up its lanes as floats as well.
+// block the only errors are from scaling a sum; with several, also from adding up its lanes as floats.
 
 struct MadeInt8 {
   Int8Problem problem;

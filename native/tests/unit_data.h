@@ -12,14 +12,14 @@
 
 #include "unit.h"
 
-using Random = std::mt19937;  // whose numbers are the same everywhere, unlike those of distributions
+using Random = std::mt19937;  // its numbers are the same everywhere, unlike the distributions'
 
 // A whole number from `least` to `most`.
 inline int64_t whole(Random& random, int64_t least, int64_t most) {
   return least + static_cast<int64_t>(random() % static_cast<uint64_t>(most - least + 1));
 }
 
-// Tasks run at once, in the thread that schedules them: units and the memory of workers are those of several threads,
+// Tasks run at once, in the thread that schedules them: units and the memory of workers are as for several threads,
 // and a test is deterministic. `fuzz.cpp` has real threads.
 struct Pool {
   template <typename Task>
@@ -34,7 +34,7 @@ inline void expect_accepted(const char* wrong) {
   if (wrong != nullptr) fail("the problem is refused: %s", wrong);
 }
 
-// The matrix of a stack that a batch has: what is beyond the ends is the nearest.
+// The matrix of a stack that a batch has; beyond the ends, the nearest one.
 inline int64_t matrix_of(const std::vector<int32_t>& selected, int64_t batch, int64_t stack) {
   return selected.empty() ? batch : std::min<int64_t>(std::max(selected[batch], 0), stack - 1);
 }
@@ -58,7 +58,7 @@ inline double minifloat(uint32_t code, int exponent_bits, int mantissa_bits, int
   return code >> (exponent_bits + mantissa_bits) & 1 ? -magnitude : magnitude;
 }
 
-// One whose largest exponent is that of infinity and NaN.
+// A float whose largest exponent means infinity or NaN.
 inline double ieee_float(uint32_t code, int exponent_bits, int mantissa_bits) {
   const uint32_t exponents = ((1u << exponent_bits) - 1) << mantissa_bits;
   if ((code & exponents) != exponents)
@@ -143,7 +143,7 @@ inline void pack_planes(const int* codes, int64_t count, int shift, int width, s
   }
 }
 
-// Packs rows of codes of any width: those of 3, 5, 6 and 7 bits in parts, the widest with the low bits.
+// Packs rows of codes of any width: 3, 5, 6 and 7 bits in parts, the widest with the low bits.
 inline std::vector<uint8_t> pack(const std::vector<int>& codes, int64_t length, int bits) {
   const int64_t segment = bits == 8 ? length : 64 * (8 / (bits & -bits));
   std::vector<uint8_t> out;
@@ -165,13 +165,13 @@ inline std::vector<uint8_t> pack(const std::vector<int>& codes, int64_t length, 
 enum Table {
   kAnyFloats,    // no two alike
   kIntegers,     // consecutive
-  kHalves,       // those of FP4, in an order of ours
+  kHalves,       // the values of FP4, in an order of ours
   kAnyIntegers,  // of eight bits, not in order
   kE4M3,
   kE5M2,
 };
 
-// What a weight is like.
+// The shape and the format of a weight.
 struct Form {
   int64_t n = 13, k = 165, block = 32, stack = 1;
   int bits = 4;
@@ -207,19 +207,19 @@ struct Weight {
     pack_codes();
   }
 
-  // Whoever changes codes or zero points packs them again.
+  // Call it after changing codes or zero points.
   void pack_codes() {
     codes_ = pack(codes, form.k, form.bits);
     if (form.zero_points) zeros_ = pack(zeros, blocks, form.bits);
   }
-  // Changes the scale of a block, which is no code, to what some bits mean.
+  // Changes the scale of a block, which is no code, to the value of some bits.
   void set_scale(int64_t row, int64_t block, uint32_t bits) {
     scales[row * blocks + block] = scale_value(form.scale_kind, bits);
     const int64_t width = scale_bytes(form.scale_kind);
     memcpy(&scale_bytes_[(row * blocks + block) * width], &bits, width);
   }
 
-  // What a code stands for, less the zero point; and the scale, times that of the row.
+  // The value of a code, less the zero point; and the scale, times the scale of the row.
   double value(int64_t row, int64_t k) const {
     return table[codes[row * form.k + k]] - (form.zero_points ? zeros[row * blocks + k / form.block] : 0);
   }

@@ -136,7 +136,7 @@ void add_fp8() {
 }
 
 void add_scales() {
-  // Each scale is that of one code, which means 1: the smallest, ordinary ones, the largest, infinities, NaN. The least
+  // Each scale belongs to one code, of value 1: the smallest, ordinary ones, the largest, infinities, NaN. The least
   // of e8m0 and bfloat16 are left out: they are subnormal in float32, which a machine may take for zero.
   const std::vector<uint32_t> scales[] = {
       {0, 0x00800000, 0x3f800000, 0xbf800001, 0x7f7fffff, 0x7f800000, 0xff800000, 0x7fc00000},
@@ -244,7 +244,7 @@ void add_stacks() {
   for (const int bits : {4, 5}) {
     form.bits = bits;
     check_form("batch/" + to_string(bits) + " bits", form);
-    // What is beyond the ends of a stack is the nearest matrix of it.
+    // Beyond the ends of a stack the nearest matrix is taken.
     test("decode/selected/" + to_string(bits) + " bits",
          [form](const Isa& isa) { check(isa, Weight(form), {2, 0, -1, 3, 1}); });
   }

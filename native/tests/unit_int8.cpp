@@ -1,4 +1,4 @@
-// Products of integers: codes of x times those of a weight, and floats that are quantized inside.
+// Products of integers: codes of x times codes of a weight, and floats that are quantized inside.
 #include "unit_data.h"
 
 namespace {

@@ -15,7 +15,7 @@ constexpr Method kMethods[] = {
     {"many rows", 33, false}, {"one row, transposed", 1, true}, {"many rows, transposed", 20, true},
 };
 
-// x times a weight. A test changes what it is about, and then checks it.
+// x times a weight. A test changes some inputs, and then checks the product.
 struct Product {
   Product(const Weight& weight, const Method& method, int64_t batch = 1)
       : w(weight), m(method.m), batch(batch), inner(method.transpose ? weight.form.n : weight.form.k),
@@ -57,7 +57,7 @@ struct Product {
     y.expect_gaps();
   }
 
-  // The numbers of a weight, and as parts of what they are rounded.
+  // The numbers of a weight, and the magnitudes that bound their rounding errors.
   struct Dense {
     explicit Dense(const Weight& w) {
       // Offsets are a product of their own, with the middle of the table.
@@ -235,7 +235,7 @@ void add_tails() {
                                  (transpose ? ", transposed" : "");
         test(name, [=](const Isa& isa) { Product(Weight(form), {"", m, transpose}).check(isa); });
       }
-  // Rows that are longer than what is decoded, or has one scale as integers, at a time: 512 codes, and 1,024.
+  // Rows that are longer than the part decoded at a time, or the part with one scale as integers: 512 codes, and 1,024.
   for (const int bits : {4, 8}) {
     Form form;
     form.bits = bits;

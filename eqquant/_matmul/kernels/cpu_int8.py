@@ -21,7 +21,7 @@ def supports(layout: Layout, m: int, n: int, dtype: DTypeLike, *, target: Target
     if jnp.dtype(dtype) not in calls.DTYPES:
         return f"its results are float32, bfloat16 or float16, not {jnp.dtype(dtype)}"
     table = np.asarray(layout.table)
-    if calls.in_bytes(layout) and layout.kind != "integer":
+    if calls.has_byte_codes(layout) and layout.kind != "integer":
         return f"it multiplies integers, and these codes of {layout.bits} bits are not consecutive ones"
     if not (table == np.trunc(table)).all() or np.abs(table).max() > 255 or np.ptp(table) > 255:
         return "it multiplies integers of at most eight bits, and the values of this format are not such"

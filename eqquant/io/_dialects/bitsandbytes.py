@@ -24,7 +24,7 @@ from .._bits import unpack_high_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import num_bytes, parse_json, StoredTensor
-from .item import expect, group, Item, Parts, weight, with_plain
+from .item import expect, group, Item, Parts, read_items, weight
 
 
 NAME = "bitsandbytes"
@@ -41,7 +41,7 @@ def recognizes(files: Files) -> bool:
 
 def items(files: Files) -> dict[str, Item]:
     read = lambda name, parts: _int8(*parts.values()) if ".SCB" in parts else _four_bits(name, parts)
-    return with_plain(files, group(files.tensors, _STATES, _PARTS) | _int8_rows(files), read)
+    return read_items(files, group(files.tensors, _STATES, _PARTS) | _int8_rows(files), read)
 
 
 def _int8_rows(files: Files) -> dict[str, Parts]:
@@ -76,7 +76,7 @@ def _four_bits(name: str, parts: Parts) -> Item:
     format, order = _format(table, block)
     nested = ".nested_absmax" in parts
     expect(absmax, ("U8",) if nested else ("F32",), (scales,))
-    read_scales = _nested(parts, absmax, state, state_tensor) if nested else absmax.array
+    read_scales = _read_nested_scales(parts, absmax, state, state_tensor) if nested else absmax.array
     rows = shape[-1] % block == 0
     axes = (-1,) if rows else tuple(range(-len(shape), 0))
     length = shape[-1] if rows else size
@@ -112,10 +112,13 @@ def _state(
     return tuple(shape), block, dtype, state
 
 
-def _nested(
+def _read_nested_scales(
     parts: Parts, absmax: StoredTensor, state: Mapping[str, object], state_tensor: StoredTensor
 ) -> Callable[[], np.ndarray]:
-    """Returns a function that computes scales from codes, a table of values, outer scales and an offset of all."""
+    """Returns a function that computes scales from their codes.
+
+    It looks values up in a table, multiplies by outer scales and adds one offset.
+    """
     inner, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(inner) is not int or inner < 1 or not (type(offset) is int or type(offset) is float):
         state_tensor.fail("It must have a block size and an offset for nested scales.")
@@ -136,7 +139,10 @@ def _nested(
 
 
 def _format(quant_map: StoredTensor, block: int) -> tuple[AbstractFormat, np.ndarray | None]:
-    """Returns the format of a table of values, and the code of each of its entries, if they are not the same."""
+    """Returns the format of a table of values, and its codes if the order differs.
+
+    There is one code for each entry.
+    """
     table = quant_map.array()
     if not np.isfinite(table).all():
         quant_map.fail("Got a value that is not finite.")

@@ -1,4 +1,6 @@
-"""Weights of compressed-tensors (vLLM, llm-compressor): https://github.com/vllm-project/compressed-tensors.
+"""Reads weights of compressed-tensors (vLLM, llm-compressor).
+
+See https://github.com/vllm-project/compressed-tensors.
 
     pack-quantized         P_packed int32 (out, ceil(in * bits / 32)): codes plus 2**(bits - 1), the first in the low
                            bits, without gaps between words; P_scale (out, groups); P_shape int64 (2,); optionally
@@ -42,20 +44,20 @@ from .item import (
     INTEGERS,
     Item,
     Parts,
+    read_items,
     settings_of,
     SMALL_FLOATS,
-    unreadable,
+    unreadable_item,
     weight,
-    with_plain,
 )
-from .scaled import as_float32, float_kind, grid, microscaled, read_outer, scale_dtype, scaled
+from .scaled import as_float32, find_scale_grid, float_kind, microscaled_item, read_outer, scale_dtype, scaled_item
 
 
 NAME = "compressed-tensors"
 
 _ANCHORS = ("_packed", "_scale", "_scale_inv")
 _PARTS = (*_ANCHORS, "_shape", "_zero_point", "_g_idx", "_global_scale", "_scale_2", "")
-# What the names of a weight and of its scale end with.
+# The suffixes of a weight and of its scale.
 _SCALES = (
     *(("", "_scale"), ("", "_scale_inv"), ("", "_scales_inv"), ("", ".scale")),
     *((".weight", ".scale"), (".weight", ".qscale_weight"), (".weight", ".scale_weight")),
@@ -63,7 +65,7 @@ _SCALES = (
 
 
 class _Settings(NamedTuple):
-    """What `config.json` says about weights.
+    """The settings of weights in `config.json`.
 
     - `bits`: widths of codes.
     - `integers`: whether small blocks hold integers, and not floats.
@@ -81,12 +83,15 @@ def recognizes(files: Files) -> bool:
 
 def items(files: Files) -> dict[str, Item]:
     settings = _settings(settings_of(files, "quantization_config", "compression_config"))
-    read = lambda _, parts: _packed(parts, settings) if "_packed" in parts else _whole(parts, settings)
-    return with_plain(files, _groups(files), read)
+    read = lambda _, parts: _packed_item(parts, settings) if "_packed" in parts else _whole(parts, settings)
+    return read_items(files, _groups(files), read)
 
 
 def _groups(files: Files) -> dict[str, Parts]:
-    """Returns the tensors of each weight. Without the word `weight` in its name, it must have a scale and be codes."""
+    """Returns the tensors of each weight.
+
+    A name without the word `weight` must have a scale and be codes.
+    """
     found: dict[str, Parts] = {}
     for name, parts in group(files.tensors, _ANCHORS, _PARTS).items():
         if name.endswith("weight"):
@@ -114,23 +119,25 @@ def _settings(settings: Mapping[str, object]) -> _Settings:
     return _Settings(bits, kinds in ({"int"}, {"mx_int"}), found.pop() if len(found) == 1 else None)
 
 
-def _packed(parts: Parts, settings: _Settings) -> Item:
+def _packed_item(parts: Parts, settings: _Settings) -> Item:
     t, scale, tensors = parts["_packed"], parts.get("_scale"), tuple(parts.values())
     if scale is None or len(t.shape) < 2:
         t.fail("It must have two dimensions or more, and a scale. Got others.")
     if t.dtype == "U8" and settings.integers:
-        return unreadable(t, tensors, NAME, "eqquant reads small blocks of floats, and `config.json` says integers")
+        return unreadable_item(
+            t, tensors, NAME, "eqquant reads small blocks of floats, and `config.json` says integers"
+        )
     if t.dtype == "U8" and "_global_scale" in parts:
         if scale.dtype != "F8_E4M3":
-            return unreadable(t, tensors, NAME, f"eqquant reads NVFP4 with scales of F8_E4M3, not {scale.dtype}")
+            return unreadable_item(t, tensors, NAME, f"eqquant reads NVFP4 with scales of F8_E4M3, not {scale.dtype}")
         outer = read_outer(parts["_global_scale"], scale, divides=True)
-        return microscaled(t, scale, tensors, NVFP4(), outer=outer)
+        return microscaled_item(t, scale, tensors, NVFP4(), outer=outer)
     if t.dtype == "U8" and scale.dtype == "U8":
-        return microscaled(t, scale, (t, scale), MXFP4())
+        return microscaled_item(t, scale, (t, scale), MXFP4())
     size = parts.get("_shape")
     if t.dtype != "I32" or size is None or size.dtype != "I64" or size.shape != (len(t.shape),):
         problem = f"it is neither integers nor MXFP4: {t.dtype} with scales of {scale.dtype}"
-        return unreadable(t, tensors, NAME, problem)
+        return unreadable_item(t, tensors, NAME, problem)
     shape = tuple(int(n) for n in size.array())
     length = shape[-1]
     if shape[:-1] != t.shape[:-1] or length < 1:
@@ -141,13 +148,13 @@ def _packed(parts: Parts, settings: _Settings) -> Item:
         fitting &= settings.bits
     if len(fitting) != 1:
         problem = "eqquant reads 2 to 8 bits of compressed-tensors, and short rows if `config.json` says how many"
-        return unreadable(t, tensors, NAME, problem)
+        return unreadable_item(t, tensors, NAME, problem)
     return _integers(parts, t, scale, shape, *fitting)
 
 
 def _integers(parts: Parts, t: StoredTensor, scale: StoredTensor, shape: tuple[int, ...], bits: int) -> Item:
     *batch, out, length = shape
-    layout = grid(scale, shape)
+    layout = find_scale_grid(scale, shape)
     blocks = layout.shape[-1]
     zero = parts.get("_zero_point")
     whole = zero is not None and zero.dtype == "I8" and math.prod(zero.shape) == math.prod(layout.shape)
@@ -185,9 +192,9 @@ def _whole(parts: Parts, settings: _Settings) -> Item:
     half = t.dtype in ("U8", "I8", "F4") and len(t.shape) > 1
     length = t.nbytes * 2 // max(math.prod(t.shape[:-1]), 1)  # of a row whose codes share bytes
     if half and "_scale_2" in parts and scale.dtype == "F8_E4M3":
-        return microscaled(t, scale, tensors, NVFP4(), outer=read_outer(parts["_scale_2"], scale, divides=False))
+        return microscaled_item(t, scale, tensors, NVFP4(), outer=read_outer(parts["_scale_2"], scale, divides=False))
     if half and scale.dtype in ("U8", "F8_E8M0") and scale.shape == (*t.shape[:-1], -(-length // 32)):
-        return microscaled(t, scale, tensors, MXFP4())
+        return microscaled_item(t, scale, tensors, MXFP4())
     if scale.dtype == "U8" and t.dtype in ("F8_E4M3", "F8_E5M2") and len(t.shape) > 1:
-        return microscaled(t, scale, tensors, MXFP8(float_kind(t)))
-    return scaled(t, scale, parts.get("_zero_point"), tensors, tile=settings.tile)
+        return microscaled_item(t, scale, tensors, MXFP8(float_kind(t)))
+    return scaled_item(t, scale, parts.get("_zero_point"), tensors, tile=settings.tile)

@@ -10,7 +10,7 @@ from .._files import Files
 from .._gguf import SIZES
 from .._repack import Nested, Unpacked
 from .._tensors import DTYPES, StoredTensor
-from .item import Item, plain, unreadable, weight
+from .item import Item, plain, unreadable_item, weight
 
 
 NAME = "gguf"
@@ -21,13 +21,13 @@ def recognizes(files: Files) -> bool:
 
 
 def items(files: Files) -> dict[str, Item]:
-    return {name: plain(t) if t.dtype in DTYPES else _quantized(t) for name, t in files.tensors.items()}
+    return {name: plain(t) if t.dtype in DTYPES else _quantized_item(t) for name, t in files.tensors.items()}
 
 
-def _quantized(t: StoredTensor) -> Item:
+def _quantized_item(t: StoredTensor) -> Item:
     if t.dtype not in BLOCK_TYPES:
         problem = f"eqquant has no format for GGUF's {t.dtype}; it reads {', '.join(BLOCK_TYPES)}"
-        return unreadable(t, (t,), t.dtype, problem, "float32")
+        return unreadable_item(t, (t,), t.dtype, problem, "float32")
     return Item(weight(BLOCK_TYPES[t.dtype].format, t.shape, "float32"), t.dtype, (t,), lambda: _load(t))
 
 
@@ -46,7 +46,7 @@ def _load(t: StoredTensor) -> Unpacked:
         if (exponents == 255).any():
             t.fail("Got a scale that is not a number.")
         return Unpacked(codes, exponents)
-    if t.dtype == "NVFP4":  # ggml takes what is not a number for zero, and stores the scale of a tensor elsewhere
+    if t.dtype == "NVFP4":  # ggml reads NaN as zero, and stores the scale of a tensor elsewhere
         inner = read("scales") & 127
         inner[inner == 127] = 0
         return Unpacked(codes, Nested(inner, np.ones((*t.shape[:-1], 1), np.float32)))

@@ -1,4 +1,6 @@
-"""The experts of GPT-OSS: https://github.com/huggingface/transformers, `integrations/mxfp4.py`.
+"""Reads the experts of GPT-OSS: `integrations/mxfp4.py` of transformers.
+
+See https://github.com/huggingface/transformers.
 
     P_blocks   uint8 (experts, rows, in / 32, 16), the first code of a byte in its low bits
     P_scales   uint8 (experts, rows, in / 32), E8M0
@@ -10,8 +12,8 @@ import dataclasses
 
 from ..._formats import MXFP4
 from .._files import Files
-from .item import expect, group, Item, Parts, weight, with_plain
-from .scaled import microscaled
+from .item import expect, group, Item, Parts, read_items, weight
+from .scaled import microscaled_item
 
 
 NAME = "gpt-oss"
@@ -24,7 +26,7 @@ def recognizes(files: Files) -> bool:
 
 
 def items(files: Files) -> dict[str, Item]:
-    return with_plain(files, group(files.tensors, ("_blocks",), _PARTS), _experts)
+    return read_items(files, group(files.tensors, ("_blocks",), _PARTS), _experts)
 
 
 def _experts(base: str, parts: Parts) -> Item:
@@ -35,5 +37,5 @@ def _experts(base: str, parts: Parts) -> Item:
         t.fail(f"It must be U8 of four dimensions, the last of 16. Got {t.dtype} of {list(t.shape)}.")
     expect(scale, ("U8",), t.shape[:-1])
     experts, rows, blocks, _ = t.shape
-    item = microscaled(dataclasses.replace(t, shape=(experts, rows, blocks * 16)), scale, (scale,), MXFP4())
+    item = microscaled_item(dataclasses.replace(t, shape=(experts, rows, blocks * 16)), scale, (scale,), MXFP4())
     return dataclasses.replace(item, entry=weight(MXFP4(), (experts, blocks * 32, rows), "bfloat16", axes=(-2,)))

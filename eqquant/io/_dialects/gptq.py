@@ -1,4 +1,6 @@
-"""Weights of GPTQ (AutoGPTQ, GPTQModel), of AWQ (AutoAWQ, the GEMM version) and of AutoRound, which writes both.
+"""Reads weights of GPTQ (AutoGPTQ, GPTQModel), of AWQ (AutoAWQ, GEMM) and of AutoRound.
+
+AutoRound writes both.
 
     P.qweight   GPTQ: int32 (in * bits / 32, out), consecutive inputs in a word, the first in the low bits
                 AWQ:  int32 (in, out / 8), outputs 0, 2, 4, 6, 1, 3, 5, 7 in a word
@@ -38,10 +40,10 @@ from .item import (
     INTEGERS,
     Item,
     Parts,
+    read_items,
     settings_of,
-    unreadable,
+    unreadable_item,
     weight,
-    with_plain,
 )
 
 
@@ -60,27 +62,30 @@ def recognizes(files: Files) -> bool:
 
 def items(files: Files) -> dict[str, Item]:
     groups = group(files.tensors, (".qweight",), _PARTS)
-    settings = settings_of(files, "quantization_config") or _settings_beside(files)
+    settings = settings_of(files, "quantization_config") or _read_settings_file(files)
     layout = _layout(settings)
     named = {f"{base}.weight": parts for base, parts in groups.items()}
-    return with_plain(files, named, lambda name, parts: _item(parts, layout, _settings_of_layer(settings, name)))
+    return read_items(files, named, lambda name, parts: _item(parts, layout, _settings_of_layer(settings, name)))
 
 
-def _settings_beside(files: Files) -> Mapping[str, object]:
-    """Returns the settings in a file of their own, as AutoGPTQ wrote them before `config.json` had them."""
+def _read_settings_file(files: Files) -> Mapping[str, object]:
+    """Returns the settings in a file of their own, as AutoGPTQ once wrote them.
+
+    Later ones are in `config.json`.
+    """
     path = files.file.path.with_name("quantize_config.json")
     return {"quant_method": "gptq", **read_json(MappedFile(path))} if path.is_file() else {}
 
 
 class _Layout(NamedTuple):
-    """How zero points are stored: `gptq` (minus one), `gptq_v2` or `awq`; or why that is not known."""
+    """How zero points are stored: `gptq` (minus one), `gptq_v2` or `awq`; or why it is unknown."""
 
     name: str | None
     problem: str = ""
 
 
 def _layout(settings: Mapping[str, object]) -> _Layout:
-    """Finds the layout of all weights by what the configuration says."""
+    """Finds the layout of all weights from the configuration."""
     method, names = str(settings.get("quant_method", "")).lower(), ("checkpoint_format", "format", "version")
     said = next((str(settings[name]).lower() for name in names if settings.get(name) is not None), None)
     marlin = settings.get("is_marlin_format") is True
@@ -114,7 +119,7 @@ def _layout(settings: Mapping[str, object]) -> _Layout:
 
 
 def _settings_of_layer(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Returns the settings with what they say of one layer, by its name."""
+    """Returns the settings of one layer, by its name."""
     layers = settings.get("extra_config")
     own = layers.get(name.removesuffix(".weight")) if isinstance(layers, dict) else None
     return {**settings, **own} if isinstance(own, dict) else settings
@@ -133,11 +138,11 @@ def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> It
     awq = t.shape[1] != out
     if bits not in _BITS or (awq and bits != 4):
         problem = "eqquant reads 2, 3, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
-        return unreadable(t, tensors, f"{bits} bits", problem)
+        return unreadable_item(t, tensors, f"{bits} bits", problem)
     # Without a configuration, shapes tell AWQ from GPTQ, and AWQ has one way to store zero points.
     layout = declared.name or ("awq" if awq and not settings else None)
     if layout is None:
-        return unreadable(t, tensors, f"{bits} bits", declared.problem)
+        return unreadable_item(t, tensors, f"{bits} bits", declared.problem)
     if (layout == "awq") != awq:
         t.fail(f"It must have the shape of {layout}, as the configuration says. Got {list(t.shape)}.")
     length = t.shape[0] if awq else t.shape[0] * 32 // bits
@@ -193,12 +198,12 @@ def _check_symmetric(zeros: StoredTensor, zero: np.ndarray, stored: np.ndarray, 
 
 
 def _rules(layers: object) -> list[Mapping[str, object]]:
-    """Returns what a configuration says of some layers, by name or by pattern."""
+    """Returns the settings of some layers in a configuration, by name or by pattern."""
     return [rule for rule in layers.values() if isinstance(rule, dict)] if isinstance(layers, dict) else []
 
 
 def _model_version(settings: Mapping[str, object]) -> int | None:
-    """Returns the major version of the GPTQModel that wrote a checkpoint, or `None` if another program did."""
+    """Returns the major version of the GPTQModel that wrote a checkpoint, or `None`."""
     meta = settings.get("meta")
     found = re.search(r"gptqmodel:(\d{1,4})", str(meta.get("quantizer"))) if isinstance(meta, dict) else None
     return int(found[1]) if found else None
@@ -222,7 +227,7 @@ def _outputs(words: np.ndarray, bits: int, awq: bool) -> np.ndarray:
 
 
 def _pack_awq(words: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Packs words, `(out / 8, in)`, along the inputs, and gives each of the eight outputs its row."""
+    """Packs words, `(out / 8, in)`, along the inputs, with a row for each of eight outputs."""
     rows = out.reshape(len(words), 8, -1)
     packed = np.empty((len(words), rows.shape[-1]), np.uint32)
     for high in (0, 1):

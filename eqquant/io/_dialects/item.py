@@ -28,8 +28,8 @@ Parts = Mapping[str, StoredTensor]
 class Item:
     """An array of a checkpoint.
 
-    - `entry`: what it is.
-    - `stored_as`: what the file calls it: a dtype, or the name of a layout.
+    - `entry`: its shape, dtype and format.
+    - `stored_as`: its name in the file: a dtype, or the name of a layout.
     - `tensors`: the tensors that hold it. Errors name the first one.
     - `load`: reads it, or its parts, which are repacked.
     - `problem`: why it cannot be read, if that is known. Then `load` raises.
@@ -58,16 +58,16 @@ class Item:
 
 
 def plain(t: StoredTensor) -> Item:
-    """An array that is stored as it is."""
+    """A dense array."""
     if t.dtype not in DTYPES:
-        return unreadable(t, (t,), t.dtype, f"eqquant does not know the dtype {t.dtype[:40]!r}")
+        return unreadable_item(t, (t,), t.dtype, f"eqquant does not know the dtype {t.dtype[:40]!r}")
     dtype = DTYPES[t.dtype][1]
     if dtype is None:
-        return unreadable(t, (t,), t.dtype, f"no library agrees about the order of packed {t.dtype}")
+        return unreadable_item(t, (t,), t.dtype, f"no library agrees about the order of packed {t.dtype}")
     return Item(Entry("array", dtype, t.shape), t.dtype, (t,), lambda: to_jax(t.array()))
 
 
-def unreadable(
+def unreadable_item(
     t: StoredTensor, tensors: tuple[StoredTensor, ...], stored_as: str, problem: str, dtype: str | None = None
 ) -> Item:
     """An array that this package cannot read, with the reason."""
@@ -75,8 +75,11 @@ def unreadable(
     return Item(Entry("array", dtype or t.dtype, t.shape), stored_as, tensors, load, problem)
 
 
-def _damaged(tensors: tuple[StoredTensor, ...], error: str) -> Item:
-    """An array whose tensors do not fit together. The checkpoint lists it, and reading it raises the error."""
+def _damaged_item(tensors: tuple[StoredTensor, ...], error: str) -> Item:
+    """An array whose tensors do not fit together.
+
+    The checkpoint lists it, and reading it raises the error.
+    """
 
     def load() -> NoReturn:
         raise ValueError(error)
@@ -87,24 +90,30 @@ def _damaged(tensors: tuple[StoredTensor, ...], error: str) -> Item:
 def weight(
     format: AbstractFormat, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...] = (-1,), permuted: bool = False
 ) -> Entry:
-    """Describes a quantized weight. `permuted`: whether its last axis is stored in another order."""
+    """Describes a quantized weight.
+
+    `permuted`: whether its last axis is stored in another order.
+    """
     return Entry("quantized", dtype, shape, format, axes, order=(-1, shape[-1:]) if permuted else None)
 
 
 def group(tensors: Parts, anchors: tuple[str, ...], suffixes: Iterable[str]) -> dict[str, dict[str, StoredTensor]]:
-    """Returns the tensors of each weight by their suffixes. A weight is what stands before one of the `anchors`."""
+    """Returns the tensors of each weight by their suffixes.
+
+    The name of a weight stands before one of the `anchors`.
+    """
     bases = dict.fromkeys(name.removesuffix(a) for name in tensors for a in anchors if name.endswith(a))
     return {base: {s: tensors[base + s] for s in suffixes if base + s in tensors} for base in bases}
 
 
-def with_plain(files: Files, groups: Mapping[str, Parts], read: Callable[[str, Parts], Item]) -> dict[str, Item]:
+def read_items(files: Files, groups: Mapping[str, Parts], read: Callable[[str, Parts], Item]) -> dict[str, Item]:
     """Returns an item for each weight, and for every tensor that belongs to none."""
 
     def item(name: str, parts: Parts) -> Item:
         try:
             return read(name, parts)
         except ValueError as e:
-            return _damaged(tuple(parts.values()), str(e))
+            return _damaged_item(tuple(parts.values()), str(e))
 
     used = {t.name for parts in groups.values() for t in parts.values()}
     return {name: item(name, parts) for name, parts in groups.items()} | plain_arrays(files, used)
@@ -119,7 +128,7 @@ def plain_arrays(files: Files, used: Collection[str] = ()) -> dict[str, Item]:
     method = str(settings.get("quant_method", "quantized"))[:40]
     problem = f"`config.json` says that the weights are {method}, and eqquant finds no scale for this one"
     return {
-        name: unreadable(t, (t,), t.dtype, f"{problem}, {t.dtype}") if settings and _holds_codes(t) else plain(t)
+        name: unreadable_item(t, (t,), t.dtype, f"{problem}, {t.dtype}") if settings and _holds_codes(t) else plain(t)
         for name, t in files.tensors.items()
         if name not in used
     }
@@ -132,7 +141,7 @@ def _holds_codes(t: StoredTensor) -> bool:
 
 
 def settings_of(files: Files, *keys: str) -> Mapping[str, object]:
-    """Returns what `config.json` says of quantization, under the first of the keys that it has."""
+    """Returns the settings of quantization in `config.json`, under the first of these keys."""
     text = files.config.get("text_config")  # of a model for text and images
     for config in (files.config, text if isinstance(text, dict) else {}):
         for key in keys:
@@ -142,7 +151,10 @@ def settings_of(files: Files, *keys: str) -> Mapping[str, object]:
 
 
 def as_format(t: StoredTensor, cls: Callable[..., AbstractFormat], *fields: object) -> AbstractFormat:
-    """Makes the format of a weight. Raises an error that names `t` if no format has these fields."""
+    """Makes the format of a weight.
+
+    Raises an error that names `t` if no format has these fields.
+    """
     try:
         return cls(*fields)
     except ValueError as e:
@@ -156,7 +168,7 @@ def expect(t: StoredTensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> 
 
 
 def act_order(t: StoredTensor | None, length: int, groups: int) -> np.ndarray | None:
-    """Returns the order in which the groups of inputs lie side by side, from the group of each input.
+    """Returns the order in which groups of inputs are stored, from the group of each input.
 
     `None` if they do as they are.
     """

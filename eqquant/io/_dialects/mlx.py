@@ -1,4 +1,6 @@
-"""Weights of MLX: https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html.
+"""Reads weights of MLX, as `mlx.core.quantize` makes them.
+
+See https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html.
 
     P.weight   uint32 (..., out, in * bits / 32): codes without gaps, the first in the low bits, across words too
     P.scales   (..., out, in / group_size): in mode affine floats; in mxfp4 and mxfp8 uint8, E8M0; in nvfp4 uint8, e4m3
@@ -16,8 +18,8 @@ from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import DTYPES
-from .item import as_format, expect, FLOATS, group, Item, Parts, settings_of, unreadable, weight, with_plain
-from .scaled import microscaled
+from .item import as_format, expect, FLOATS, group, Item, Parts, read_items, settings_of, unreadable_item, weight
+from .scaled import microscaled_item
 
 
 NAME = "mlx"
@@ -45,7 +47,7 @@ def items(files: Files) -> dict[str, Item]:
         own = common.get(name.removesuffix(".weight"))
         return _item(parts, {**common, **own} if isinstance(own, dict) else common)
 
-    return with_plain(files, {f"{base}.weight": parts for base, parts in _groups(files).items()}, read)
+    return read_items(files, {f"{base}.weight": parts for base, parts in _groups(files).items()}, read)
 
 
 def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
@@ -53,12 +55,12 @@ def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
     mode = settings.get("mode", "affine")
     if not isinstance(mode, str) or mode not in _MODES:
         problem = f"eqquant reads the modes {', '.join(_MODES)} of MLX, not {str(mode)[:40]!r}"
-        return unreadable(t, tensors, str(mode)[:40], problem)
+        return unreadable_item(t, tensors, str(mode)[:40], problem)
     only = _MODES[mode]
     bits, size = (settings.get(key, only and only[n]) for n, key in enumerate(("bits", "group_size")))
     if bits is None or size is None:
         problem = "`quantization` of `config.json` must say `bits` and `group_size`: several fit these shapes"
-        return unreadable(t, tensors, mode, problem)
+        return unreadable_item(t, tensors, mode, problem)
     if type(bits) is not int or type(size) is not int or bits not in _BITS or size < 1:
         got = f"{str(bits)[:40]} and {str(size)[:40]}"
         t.fail(f"It must have {', '.join(map(str, _BITS))} bits and a group size. Got {got}.")
@@ -71,7 +73,7 @@ def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
     if only is not None:
         if (bits, size) != only:
             t.fail(f"It must have {only} bits and values in a group in the mode {mode}. Got {(bits, size)}.")
-        return dataclasses.replace(microscaled(t, scale, tensors, _FORMATS[mode]), stored_as=stored_as)
+        return dataclasses.replace(microscaled_item(t, scale, tensors, _FORMATS[mode]), stored_as=stored_as)
     if bias is None:
         t.fail("It must have a companion 'biases'. Got none.")
     expect(scale, FLOATS, (*t.shape[:-1], length // size))

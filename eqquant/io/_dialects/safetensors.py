@@ -1,4 +1,4 @@
-"""Tensors that mean what they are: any safetensors file without quantized weights."""
+"""Reads any safetensors file without quantized weights."""
 
 from .._files import Files
 from .item import Item, plain_arrays

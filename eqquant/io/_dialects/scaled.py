@@ -1,4 +1,7 @@
-"""Weights with a scale for each row, group, tile or small block, which several libraries lay out alike."""
+"""Reads weights with a scale for each row, group, tile or small block.
+
+Several libraries lay them out alike.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,13 +14,13 @@ from ..._numerics.blocks import BlockSize
 from .._bits import unpack_low_first
 from .._repack import Nested, Unpacked
 from .._tensors import DTYPES, StoredTensor
-from .item import as_format, expect, FLOATS, Item, unreadable, weight
+from .item import as_format, expect, FLOATS, Item, unreadable_item, weight
 
 
-class Grid(NamedTuple):
+class ScaleGrid(NamedTuple):
     """How scales lie over the last two axes of a weight, `(*batch, out, in)`.
 
-    - `shape`: that of the scales, with the batch axes of the weight, or ones: `(*batch, rows, blocks)`.
+    - `shape`: the shape of the scales, with the batch axes of the weight, or ones: `(*batch, rows, blocks)`.
     - `block`: the values of a row that share a scale.
     - `repeats`: the rows that share a scale.
     """
@@ -32,8 +35,8 @@ class Grid(NamedTuple):
         return np.ascontiguousarray(np.broadcast_to(rows, (*batch, out, self.shape[-1])))
 
 
-def grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int, int] | None = None) -> Grid:
-    """Finds out which values of a weight share a scale: all, a row, a group of a row, or a tile.
+def find_scale_grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int, int] | None = None) -> ScaleGrid:
+    """Returns which values of a weight share a scale: all, a row, a group, or a tile.
 
     **Arguments:**
 
@@ -47,19 +50,22 @@ def grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int, int] | No
     tiles = (rows, blocks) == (-(-out // height), -(-length // width))
     if all(n in (1, b) for n, b in zip(found, batch, strict=False)):
         if rows == blocks == 1:
-            return Grid(found, "tensor" if math.prod(found) == 1 < math.prod(shape[:-1]) else None, out)
+            return ScaleGrid(found, "tensor" if math.prod(found) == 1 < math.prod(shape[:-1]) else None, out)
         if tiles and tile is not None:
-            return Grid(found, None if blocks == 1 else width, height)
+            return ScaleGrid(found, None if blocks == 1 else width, height)
         if rows == out:
-            return Grid(found, group_size(scale, blocks, length), 1)
+            return ScaleGrid(found, group_size(scale, blocks, length), 1)
         if tiles:
-            return Grid(found, None if blocks == 1 else width, height)
+            return ScaleGrid(found, None if blocks == 1 else width, height)
     each = f"each row, or each {height} x {width} values"
     scale.fail(f"It must have a scale for {each}, of {list(shape)}. Got {list(scale.shape)}.")
 
 
 def _with_batch(given: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of scales with as many axes as the weight: those that a library leaves out have length one."""
+    """Returns the shape of scales with as many axes as the weight.
+
+    An axis that a library leaves out has length one.
+    """
     if math.prod(given) == 1:
         return (1,) * len(shape)
     if len(shape) == 2 and len(given) != 2:
@@ -67,7 +73,7 @@ def _with_batch(given: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ..
     return (*given, *(1,) * (len(shape) - len(given)))
 
 
-def scaled(
+def scaled_item(
     t: StoredTensor,
     scale: StoredTensor,
     zero: StoredTensor | None,
@@ -81,14 +87,14 @@ def scaled(
 
     - `t`, `scale`, `zero`: codes `(*batch, out, in)`, scales, and zero points, if the codes are integers and have them.
     - `others`: tensors that belong to the array besides, for its size in the file.
-    - `dtype`: that of the result; by default that of the scales.
-    - `tile`: as for `grid`.
+    - `dtype`: the dtype of the result; by default the dtype of the scales.
+    - `tile`: as for `find_scale_grid`.
     """
     tensors = tuple(dict.fromkeys((t, scale, *others)))
     if t.dtype not in ("I8", "F8_E4M3", "F8_E5M2") or len(t.shape) < 2:
-        return unreadable(t, tensors, t.dtype, f"eqquant does not know scales of {t.dtype}{list(t.shape)}")
+        return unreadable_item(t, tensors, t.dtype, f"eqquant does not know scales of {t.dtype}{list(t.shape)}")
     *batch, out, length = t.shape
-    layout = grid(scale, t.shape, tile)
+    layout = find_scale_grid(scale, t.shape, tile)
     signed = t.dtype == "I8"
     zero = zero if signed else None
     if zero is not None and (zero.dtype != "I8" or math.prod(zero.shape) != math.prod(layout.shape)):
@@ -110,7 +116,10 @@ def as_float32(scale: StoredTensor) -> np.ndarray:
 
 
 def scale_dtype(scale: StoredTensor) -> str:
-    """Returns the dtype of a weight that has no other than that of its scales. Raises unless they are floats."""
+    """Returns the dtype of a weight that has only the dtype of its scales.
+
+    Raises unless they are floats.
+    """
     if scale.dtype not in (*FLOATS, "F8_E8M0"):
         scale.fail(f"It must be floating point. Got {scale.dtype}.")
     return str(DTYPES[scale.dtype][1]) if scale.dtype in FLOATS else "float32"
@@ -128,7 +137,7 @@ def float_kind(t: StoredTensor) -> Literal["e4m3", "e5m2"]:
     return "e4m3" if t.dtype == "F8_E4M3" else "e5m2"
 
 
-def microscaled(
+def microscaled_item(
     t: StoredTensor,
     scale: StoredTensor,
     tensors: tuple[StoredTensor, ...],
@@ -170,7 +179,10 @@ def microscaled(
 
 
 def read_outer(t: StoredTensor | None, scale: StoredTensor, divides: bool) -> Callable[[], np.float32]:
-    """Returns a function that reads the scale of a tensor of NVFP4, by which its scales are multiplied or divided."""
+    """Returns a function that reads the scale of a tensor of NVFP4.
+
+    It multiplies or divides the scales of blocks.
+    """
     if t is not None and (t.dtype != "F32" or t.nbytes != 4):
         t.fail(f"It must be one F32 number. Got {t.dtype} of {list(t.shape)}.")
 

@@ -1,4 +1,6 @@
-"""Weights that torchao saved: https://github.com/pytorch/ao, `torchao/prototype/safetensors`.
+"""Reads weights that torchao saved, as `torchao/prototype/safetensors` says.
+
+See https://github.com/pytorch/ao.
 
 A weight `L.weight` is stored as `L._weight_qdata`, `L._weight_scale` and others; the metadata has JSON under
 `L.weight`: its `_type`, its attributes as `_data`, and `_tensor_data_names`.
@@ -24,8 +26,8 @@ from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import DTYPES, parse_json, StoredTensor
-from .item import as_format, expect, FLOATS, INTEGERS, Item, Parts, unreadable, weight, with_plain
-from .scaled import as_float32, float_kind, group_size, microscaled, read_outer, scale_dtype, scaled
+from .item import as_format, expect, FLOATS, INTEGERS, Item, Parts, read_items, unreadable_item, weight
+from .scaled import as_float32, float_kind, group_size, microscaled_item, read_outer, scale_dtype, scaled_item
 
 
 NAME = "torchao"
@@ -55,7 +57,7 @@ def items(files: Files) -> dict[str, Item]:
         text = str(files.metadata[name]).encode(errors="replace")
         return _item(parse_json(text, files.file, f"the metadata of {name!r}"), parts)
 
-    return with_plain(files, groups, read)
+    return read_items(files, groups, read)
 
 
 def _item(about: Mapping[str, object], parts: Parts) -> Item:
@@ -65,24 +67,26 @@ def _item(about: Mapping[str, object], parts: Parts) -> Item:
     t, scale, zero = parts.get("qdata"), parts.get("scale", parts.get("_scale_e4m3")), parts.get("zero_point")
     if kind not in _KINDS:
         problem = f"eqquant does not read torchao's {kind}; it reads {', '.join(_KINDS)}"
-        return unreadable(first, tensors, kind, problem)
+        return unreadable_item(first, tensors, kind, problem)
     if t is None or scale is None or len(t.shape) != 2:
         first.fail(f"It must belong to a {kind} with `qdata` of two dimensions and scales. Got {', '.join(parts)}.")
     dtype = _dtype(attributes)
     tiled = attributes.get("is_swizzled_scales", attributes.get("_is_swizzled_scales")) is True
     if kind == "NVFP4Tensor":
         outer = read_outer(parts.get("_per_tensor_scale"), scale, divides=False)
-        return microscaled(t, scale, tensors, NVFP4(), dtype or "bfloat16", tiled, outer)
+        return microscaled_item(t, scale, tensors, NVFP4(), dtype or "bfloat16", tiled, outer)
     if kind == "MXTensor":
         small = t.dtype in ("F8_E4M3", "F8_E5M2")
         if not small and t.dtype not in ("U8", "F4"):
             t.fail(f"It must be U8, F4 or float8. Got {t.dtype}.")
-        return microscaled(t, scale, tensors, MXFP8(float_kind(t)) if small else MXFP4(), dtype or "bfloat16", tiled)
+        return microscaled_item(
+            t, scale, tensors, MXFP8(float_kind(t)) if small else MXFP4(), dtype or "bfloat16", tiled
+        )
     if kind == "IntxUnpackedToInt8Tensor":
         return _few_bits(t, scale, zero, tensors, attributes, dtype)
     if kind == "Int4Tensor":
         return _int4(t, scale, parts)
-    return scaled(t, scale, zero, tensors, dtype)
+    return scaled_item(t, scale, zero, tensors, dtype)
 
 
 _KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor", "Float8Tensor", "MXTensor", "NVFP4Tensor")
@@ -97,7 +101,10 @@ def _dtype(attributes: Mapping[str, object]) -> str | None:
 
 
 def _int4(t: StoredTensor, scale: StoredTensor, parts: Parts) -> Item:
-    """Codes from -8 to 7. Ours count from zero, so that the offset of a group is its lowest value."""
+    """Reads codes from -8 to 7.
+
+    Ours count from zero, so that the offset of a group is its lowest value.
+    """
     (out, half), zero, tensors = t.shape, parts.get("zero_point"), tuple(dict.fromkeys((t, *parts.values())))
     if t.dtype not in ("I8", "U8") or zero is None:
         t.fail(f"It must be I8 or U8 with `zero_point`. Got {t.dtype} and {', '.join(parts)}.")
@@ -109,7 +116,9 @@ def _int4(t: StoredTensor, scale: StoredTensor, parts: Parts) -> Item:
         scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
     format = as_format(scale, MLX, 4, length // groups, "float32")
     if "act_pre_scale" in parts:
-        return unreadable(t, tensors, "Int4Tensor", "eqquant does not read `act_pre_scale` of torchao's Int4Tensor")
+        return unreadable_item(
+            t, tensors, "Int4Tensor", "eqquant does not read `act_pre_scale` of torchao's Int4Tensor"
+        )
 
     def load() -> Unpacked:
         scales, zeros = (np.ascontiguousarray(part.array().T, np.float32) for part in (scale, zero))

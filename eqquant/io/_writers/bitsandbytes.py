@@ -52,7 +52,7 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
     state = {"quant_type": kind, "blocksize": block, "dtype": q.dtype.name, "shape": list(q.shape)}
     tensors = [NewTensor(name, "U8", (-(-q.size // 2), 1), lambda: _codes(q, order))]
     tensors.append(as_tensor(f"{name}.quant_map", table))
-    if (nested := _nested(q)) is None:
+    if (nested := _nest_scales(q)) is None:
         tensors.append(as_tensor(f"{name}.absmax", scale.reshape(-1)))
     else:
         size, inner, outer, levels = nested
@@ -88,8 +88,11 @@ def _codes(q: QuantizedArray, order: np.ndarray) -> np.ndarray:
     return pack_rows(q, pairs).reshape(-1, 1)
 
 
-def _nested(q: QuantizedArray) -> tuple[int, QuantizedArray, np.ndarray, np.ndarray] | None:
-    """Returns how many scales share an outer one, both, and the table of codes, if bitsandbytes can nest them."""
+def _nest_scales(q: QuantizedArray) -> tuple[int, QuantizedArray, np.ndarray, np.ndarray] | None:
+    """Returns nested scales as bitsandbytes stores them, or `None` if it cannot.
+
+    How many scales share an outer one, both, and the table of codes.
+    """
     inner = q.scale_bits
     if not isinstance(inner, QuantizedArray) or inner.format.bits != 8 or not isinstance(inner.format.block_size, int):
         return None
@@ -117,14 +120,14 @@ def _int8(name: str, q: QuantizedArray) -> WrittenArray:
 
 
 def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
-    """Returns what `config.json` says."""
+    """Returns the settings for `config.json`."""
     example = {str(scheme["kind"]): name for name, scheme in schemes.items()}
     kind, *others = example
     if others:
         raise ValueError(f"A model of bitsandbytes must be of one kind: nf4, fp4 or int8. Got {example}.")
     about: dict[str, object] = {"quant_method": "bitsandbytes"}
     about |= {"load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8"}
-    # What has no scales: an embedding, which nothing replaces, or a layer that must stay as it is.
+    # Weights without scales: an embedding, which nothing replaces, or a layer that must stay dense.
     about["llm_int8_skip_modules"] = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
     if kind != "int8":
         about |= {"bnb_4bit_quant_type": kind}

@@ -1,4 +1,4 @@
-"""Weights as compressed-tensors saves them: the layouts of `_dialects/compressed_tensors.py`.
+"""Writes weights as compressed-tensors does: layouts of `_dialects/compressed_tensors.py`.
 
     Int2 to Int6   pack-quantized; codes of 3, 5 and 6 bits lie across words, without gaps
     Int8           int-quantized
@@ -68,7 +68,10 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
 
 
 def _tiles(scale: np.ndarray, block: object, groups: Scheme) -> tuple[np.ndarray, Scheme]:
-    """Returns the scales of fp8 without those that repeat: one for all, or one for each 128 x 128 values."""
+    """Returns the scales of fp8 without repeats.
+
+    One for all, or one for each 128 x 128 values.
+    """
     tiles = scale[::128]
     if block == "tensor":
         return scale[0], {"strategy": "tensor"}
@@ -99,7 +102,7 @@ def _small_floats(name: str, q: QuantizedArray) -> WrittenArray:
 
 
 def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
-    """Returns what `config.json` says."""
+    """Returns the settings for `config.json`."""
     groups: list[tuple[Scheme, list[str]]] = []
     for name, scheme in schemes.items():
         layers = next((layers for other, layers in groups if other == scheme), None)

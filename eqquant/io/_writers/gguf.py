@@ -14,7 +14,7 @@ import numpy as np
 from ..._array.array import QuantizedArray
 from ..._formats import NVFP4
 from ..._types import PyTree
-from .._atomic import replacing
+from .._atomic import open_replacement
 from .._blocks import BLOCK_TYPES
 from .._entry import AnyArray
 from .._gguf import ALIGNMENT, ARRAY, ArrayValue, MAGIC, MAX_DIMENSIONS, SCALARS, SIZES, TEXT, TEXT_ERRORS, TYPES
@@ -27,7 +27,7 @@ FITS = (
     "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 along the last axis, whose length must be a multiple of 32; NVFP4, "
     "of 64, without a scale for the tensor; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS or TQ2_0, of 256"
 )
-# Types that hold the arrays of a format besides the one that is called as it is.
+# Types that hold the arrays of a format besides its namesake.
 OTHER_TYPES = {"TQ1_0": "TQ2_0"}
 
 _NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
@@ -36,7 +36,7 @@ _MAX_NAME = 63  # llama.cpp keeps names in 64 bytes, the last of them zero
 
 
 def layout(name: str, x: AnyArray, kind: str | None = None) -> WrittenArray:
-    """Returns the tensor of an array, of the type that its format is called as, or of another one."""
+    """Returns the tensor of an array, of the type of its format, or of another one."""
     if (length := len(_encode(name))) > _MAX_NAME:
         raise ValueError(f"{name!r} must have at most {_MAX_NAME} bytes, as llama.cpp wants. Got {length}.")
     if x.ndim > MAX_DIMENSIONS or x.size == 0:
@@ -73,7 +73,7 @@ def _blocks(name: str, q: QuantizedArray, kind: str) -> np.ndarray:
         if isinstance(floats, QuantizedArray):
             parts[codes] = unpack_rows(floats).reshape(rows, blocks, -1)
             floats = floats.scale_bits
-        if floats is not None and floats.size == rows * blocks:  # unlike that of NVFP4, which is one
+        if floats is not None and floats.size == rows * blocks:  # unlike NVFP4, which has one
             parts[whole] = np.asarray(floats).reshape(rows, blocks, 1)
     if "offsets" in parts:
         parts["offset"] = -parts["offset"].view(np.float16)
@@ -107,7 +107,7 @@ def write(path: Path, tensors: Iterable[NewTensor], metadata: Mapping[str, objec
         block, nbytes = SIZES[t.dtype]
         size = math.prod(dims) // block * nbytes
         offset += size + -size % alignment
-    with replacing(path) as f:
+    with open_replacement(path) as f:
         f.write(b"".join(header))
         _align(f, int(alignment))
         for t in tensors:
@@ -153,7 +153,10 @@ def _pair(key: str, value: object) -> bytes:
 
 
 def _numbers(value: object) -> np.ndarray | None:
-    """Returns numbers as an array of the type that llama.cpp expects; of NumPy's own, the type that they have."""
+    """Returns numbers as an array of the type that llama.cpp expects.
+
+    NumPy's own numbers keep their type.
+    """
     if isinstance(value, (np.ndarray, np.generic)):
         return np.asarray(value)
     items: PyTree = value if isinstance(value, (list, tuple)) else [value]

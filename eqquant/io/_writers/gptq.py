@@ -1,7 +1,9 @@
-"""Weights as GPTQModel saves them, in its checkpoint format `gptq_v2`: the layout of `_dialects/gptq.py`.
+"""Writes weights as GPTQModel does, in its checkpoint format `gptq_v2`.
+
+The layout of `_dialects/gptq.py`.
 
 Codes are packed along the inputs, zero points along the outputs, which must both fill words of 32 bits. A symmetric
-weight has the middle code as its zero point. The groups of an `eqquant.arrays.PermutedArray` are those of act-order.
+weight has the middle code as its zero point. The groups of an `eqquant.PermutedArray` are written as act-order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +57,7 @@ def layout(name: str, x: QuantizedArray | PermutedArray) -> WrittenArray:
 
 
 def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
-    """Returns what `config.json` says."""
+    """Returns the settings for `config.json`."""
     (first, scheme), *others = schemes.items()
     common = lambda scheme: {key: value for key, value in scheme.items() if key != "desc_act"}
     for name, other in others:

@@ -1,4 +1,4 @@
-"""What one array becomes in a file of another library."""
+"""The layout of one array in a file of another library."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, NoReturn
@@ -18,19 +18,22 @@ from .._tensors import NAME_OF, NewTensor
 # The number of codes to take at a time.
 _CHUNK = 2**20
 
-# What a configuration says of an array, as JSON.
+# The settings of an array in a configuration, as JSON.
 Scheme = Mapping[str, object]
 
 
 class WrittenArray(NamedTuple):
-    """The tensors of an array, and what a configuration says of it, if anything."""
+    """The tensors of an array, and its settings in a configuration, if any."""
 
     tensors: tuple[NewTensor, ...]
     scheme: Scheme | None = None
 
 
 def dense(name: str, x: AnyArray, dtypes: Mapping[str, str] = NAME_OF) -> WrittenArray:
-    """The layout of an array that is not quantized. `dtypes` maps dtypes to their names in the file."""
+    """Returns the layout of a dense array.
+
+    `dtypes` maps dtypes to their names in the file.
+    """
     dtype = np.dtype(x.dtype).name
     if dtype not in dtypes:
         raise TypeError(f"{name!r} must be of a dtype that the file can hold: {', '.join(dtypes)}. Got {dtype}.")
@@ -64,14 +67,17 @@ def finite_scales(name: str, q: QuantizedArray) -> np.ndarray:
 
 
 def narrow(scale: np.ndarray, dtype: DTypeLike) -> np.ndarray:
-    """Returns scales in the dtype of the weight, which readers expect, if that holds them exactly."""
+    """Returns scales in the dtype of the weight, which readers expect, if that is exact."""
     with np.errstate(over="ignore"):
         cast = scale.astype(dtype)
     return cast if np.array_equal(cast.astype(np.float32), scale) else scale
 
 
 def unpack_rows(q: QuantizedArray) -> np.ndarray:
-    """Returns all codes: `uint8` of `(rows, length)`. Rows are all axes but the quantized one, merged, as in memory."""
+    """Returns all codes: `uint8` of `(rows, length)`.
+
+    Rows are all axes but the quantized one, merged, as in memory.
+    """
     return next(row_parts(q, at_once=True))[1]
 
 
@@ -88,7 +94,10 @@ def row_parts(q: QuantizedArray, at_once: bool = False) -> Iterator[tuple[slice,
 
 
 def pack_rows(q: QuantizedArray, pack: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Returns what `pack` makes of the codes of all rows, a few rows at a time: one entry for each row."""
+    """Returns the codes of all rows, packed by `pack` a few rows at a time.
+
+    There is one entry for each row.
+    """
     out = np.empty(0)
     for rows, codes in row_parts(q):
         part = pack(codes)

@@ -1,7 +1,7 @@
 """Weights as MLX saves them: the layout of `_dialects/mlx.py`.
 
-The settings of the first quantized layer stand for all in the configuration, and those of each that differs under its
-name.
+The settings of the first quantized layer stand for all in the configuration, and the settings of each that differs
+under its name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
 
 
 def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
-    """Returns what `config.json` says."""
+    """Returns the settings for `config.json`."""
     layers = {name.removesuffix(".weight"): scheme for name, scheme in schemes.items()}
     first = next(iter(layers.values()))
     return {"quantization": {**first, **{name: scheme for name, scheme in layers.items() if scheme != first}}}

@@ -18,11 +18,11 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-// What was written before is in memory after. GCC does not know that loads of tiles and of their configuration read it.
+// Earlier stores are in memory afterwards. GCC does not know that loads of tiles and of their configuration read it.
 EQQ_INLINE void settle(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-// Tiles 0 to 3 are results. Of the others, those of `weights`, a bit for each, are rows of the weight, and the rest is
-// of x; `bytes` of a row are multiplied at a time.
+// Tiles 0 to 3 are results. `weights` has a bit for each tile that holds rows of the weight; the rest holds x. `bytes`
+// of a row are multiplied at a time.
 EQQ_INLINE void configure(int64_t bytes, int weights) {
   TileConfig config = {};
   config.palette = 1;
@@ -40,7 +40,7 @@ EQQ_INLINE void configure(int64_t bytes, int weights) {
 struct Ahead {
   const char *at = nullptr, *end = nullptr;
   int64_t lines = 0;
-  EQQ_INLINE void some(Ahead& a, int64_t lines) {
+  EQQ_INLINE void fetch_some(Ahead& a, int64_t lines) {
     const char* to = a.end - a.at < 64 * lines ? a.end : a.at + 64 * lines;
     for (; a.at < to; a.at += 64) _mm_prefetch(a.at, _MM_HINT_T1);
   }

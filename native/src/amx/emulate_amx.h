@@ -1,5 +1,5 @@
-// The tile instructions of AMX in plain C++, for tests on machines that lack them. Sums of
-// integers are those of the hardware to the bit.
+// The tile instructions of AMX in plain C++, for tests on machines that lack them. Sums of integers equal the
+// hardware's to the bit.
 #pragma once
 
 #include <stdint.h>
@@ -32,7 +32,7 @@ static inline void store(int t, void* p, int64_t stride) {
     memcpy(static_cast<uint8_t*>(p) + i * stride, tiles[t].bytes[i], tiles[t].columns);
 }
 
-// Bytes of `a` without a sign, and those of `b` with one.
+// Bytes of `a` are unsigned, bytes of `b` signed.
 static inline void dot_bytes(int c, int a, int b) {
   for (int m = 0; m < tiles[c].rows; ++m)
     for (int n = 0; n < tiles[c].columns / 4; ++n) {

@@ -1,12 +1,12 @@
 // Two to four rows of floats on AMX, times a weight of small integers.
 //
-// Numbers of x become integers of 31 bits, so many parts of the largest of a group of codes, and these four slices of a
+// Numbers of x become integers of 31 bits, relative to the largest of a group of codes, and these four slices of a
 // byte. Each slice is a row of a tile of its own: one product of tiles, of 16 rows of the weight and 64 codes, meets
 // all slices of all rows. That is eight times the codes that tiles of bfloat16 take at a time, and sums of slices are
 // exact.
 //
-// With two rows of x, slices of a group of codes stand in half of a tile, and those of the next group in the other
-// half, with zeros in between: so both are added up in one tile of results, each on its own, before they are scaled.
+// With two rows of x, slices of a group of codes stand in half of a tile, and the next group in the other half, with
+// zeros in between. So one tile of results sums both groups apart, before they are scaled.
 //
 // One row stays with AVX-512, which need not write decoded codes to memory for tiles to load them.
 #include "amx/float_few_tiles.h"
@@ -70,8 +70,8 @@ EQQ_INLINE float power_of_two(int exponent) {
   return value;
 }
 
-// Sixteen numbers as slices: those of four numbers in each quarter, low slices first. They go to rows of a tile below
-// each other. Returns the sums of each slice.
+// Sixteen numbers as slices: four numbers in each quarter, low slices first. They go to rows of a tile below each
+// other. Returns the sums of each slice.
 EQQ_INLINE __m128i write_slices(I numbers, uint8_t* out) {
   const I slices = slices_apart(numbers);
   _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(slices));
@@ -85,8 +85,8 @@ EQQ_INLINE __m128i write_slices(I numbers, uint8_t* out) {
 
 // Packs x. Returns whether its numbers are ordinary.
 //
-// What is much smaller than the largest of its group keeps few bits. Where that is so of many, they may be all that a
-// row of the weight takes.
+// A number much smaller than the largest of its group keeps few bits. If many are, a row of the weight may multiply
+// only such numbers.
 bool pack(const Problem& p, const Detail& d, int64_t batch, char* shared) {
   Flush* flushes = reinterpret_cast<Flush*>(shared);
   uint8_t* tiles = reinterpret_cast<uint8_t*>(flushes + flushes_of(d));
@@ -238,7 +238,7 @@ void run_unit(const Problem& p, const Detail& d, const char* shared, char* own, 
   finish();
   for (int64_t strip = 0; strip < strips; ++strip) {
     memset(a.sums, 0, 2 * kTile);
-    // What is pending before the first results is zero.
+    // Before the first results, pending ones are zero.
     memset(a.results, 0, 4 * kTile);
     clear_results<0>();
     clear_results<1>();

@@ -22,7 +22,7 @@ struct Detail {
   int64_t rows, chunks;   // of the weight in a unit, and units of all its rows
   int64_t x_rows;         // slots of a group: 2 or 4
   int64_t groups, grain;  // of codes in a tile of results, and codes in a group
-  int64_t flush, step;    // tiles of codes that one tile of results takes, and those that are decoded at a time
+  int64_t flush, step;    // tiles of codes per tile of results, and tiles that are decoded at a time
   int64_t tiles;          // of x, with padding
   int64_t factor;         // that makes the table integers
   int64_t batch_bytes;    // of shared memory
@@ -30,9 +30,9 @@ struct Detail {
 
 // Shared memory of a batch: this for each tile of results, tiles of x, and a byte: whether its numbers are ordinary.
 struct alignas(64) Flush {
-  int32_t off[16];     // sums of slices times what all codes are off
+  int32_t off[16];     // sums of slices times the bias of all codes
   int32_t slices[16];  // sums of slices
-  float factor[16];    // what a slice stands for
+  float factor[16];    // the unit of a slice
 };
 
 EQQ_INLINE int64_t flushes_of(const Detail& d) { return d.tiles / d.flush; }
@@ -40,7 +40,7 @@ EQQ_INLINE int64_t flag_at(const Detail& d) {
   return flushes_of(d) * static_cast<int64_t>(sizeof(Flush)) + d.tiles * kTile;
 }
 
-// Codes of a strip as tiles: those of the next 16 rows 1 KB on, and those of the next 64 codes 2 KB.
+// Codes of a strip as tiles: the next 16 rows are 1 KB on, and the next 64 codes 2 KB.
 struct Decoding {
   const uint8_t* codes;
   int64_t stride, segments;  // bytes of a row; segments that all rows have
@@ -76,7 +76,7 @@ struct Pending {
   const Flush* flush;
 };
 
-// A step of a strip, and what is done meanwhile.
+// A step of a strip, and the work done meanwhile.
 struct Work {
   const uint8_t *w, *x;
   int64_t w_row, w_next, w_below;  // bytes to the next row, 64 codes and 16 rows
@@ -88,7 +88,7 @@ struct Work {
   Ahead ahead;
 };
 
-// Two results take turns, so that those of one are stored while others are summed up: tiles 0 and 1, and 2 and 3.
+// Two results take turns, so that one is stored while the other is summed up: tiles 0 and 1, and 2 and 3.
 template <int kTurn>
 EQQ_INLINE void clear_results() {
   if constexpr (kTurn == 0) {
@@ -129,7 +129,7 @@ EQQ_INLINE void add_results(const Work& a, const Pending& last) {
   }
 }
 
-// Some tiles whose results are added up. Those before are stored once there is something to do meanwhile.
+// Some tiles whose results are added up. Earlier results are stored during other work.
 template <int kBits, int kTurn>
 EQQ_INLINE void multiply_some(Work& a, int64_t first, int64_t last, const Pending& before) {
   clear_results<kTurn>();
@@ -140,12 +140,12 @@ EQQ_INLINE void multiply_some(Work& a, int64_t first, int64_t last, const Pendin
     _tile_loadd(6, w, a.w_row);
     if constexpr (kTurn == 0) _tile_dpbusd(0, 6, 4);
     if constexpr (kTurn == 1) _tile_dpbusd(2, 6, 4);
-    Ahead::some(a.ahead, 2 * kBits);
+    Ahead::fetch_some(a.ahead, 2 * kBits);
     if constexpr (kBits < 8) Decoding::rows<kBits, 2 * kBits>(a.decoding);
     _tile_loadd(7, w + a.w_below, a.w_row);
     if constexpr (kTurn == 0) _tile_dpbusd(1, 7, 4);
     if constexpr (kTurn == 1) _tile_dpbusd(3, 7, 4);
-    Ahead::some(a.ahead, 2 * kBits);
+    Ahead::fetch_some(a.ahead, 2 * kBits);
     if constexpr (kBits < 8) Decoding::rows<kBits, 2 * kBits>(a.decoding);
     if (tile == first) store_results<1 - kTurn>(a.results);
   }
@@ -200,7 +200,7 @@ struct Unit {
   // Whether tiles of a strip, up to this one, lie in memory as whole segments of whole strips do.
   bool direct(int64_t strip, int64_t last) const { return count - kStrip * strip >= kStrip && 64 * last <= whole; }
 
-  // Decodes what does not.
+  // Decodes the others.
   void decode_slowly(int64_t strip, int64_t first, int64_t tiles, uint8_t* out) const {
     const Integers raw = {};
     for (int64_t i = 0; i < kStrip; ++i) {

@@ -1,4 +1,4 @@
-// Many rows of floats on AMX: how a product is divided, and what is in shared memory.
+// Many rows of floats on AMX: how a product is divided, and the layout of shared memory.
 #pragma once
 
 #include "amx/amx.h"
@@ -48,7 +48,7 @@ struct Sums {
   int32_t start[4][16];  // what results begin with, since slices of the weight have no sign
 };
 
-// What is known of a chunk of a panel.
+// Properties of a chunk of a panel.
 struct alignas(64) Head {
   int64_t slices;               // of its numbers; 0 if they must not be slices
   alignas(64) float scale[16];  // of a row
@@ -58,7 +58,7 @@ struct alignas(64) Head {
 constexpr float kRangeOfW = 0x1p96f;   // magnitudes that are ordinary: up to this, and down to one by it
 constexpr float kNoScale = 0x1p-120f;  // the largest scale of a block of zeros, of any kind
 
-// Slices of the weight have no sign: each is so much more, and all of them so much.
+// Slices of the weight are unsigned: the bias of each, and of all together.
 constexpr int32_t kMore = 128;
 constexpr float kAllMore = kMore * (65536 + 256 + 1);
 
@@ -83,7 +83,7 @@ EQQ_INLINE int64_t piece_at(const Problem& p, const Detail& d, int64_t batch, in
 
 // The memory of a thread.
 struct Room {
-  int64_t bytes, unpacked, results, scales, sums, spare, all;  // where these are, behind what is decoded
+  int64_t bytes, unpacked, results, scales, sums, spare, all;  // where these are, behind decoded codes
 
   explicit Room(const Detail& d) {
     bytes = kMostPiece / 64 * d.w_slices * kTile;

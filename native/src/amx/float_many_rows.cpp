@@ -1,20 +1,19 @@
 // Floats on AMX, as integers.
 //
-// Numbers of x and of the weight become integers of 24 bits: so many parts of the largest of 1024 numbers of a row.
-// Their three bytes, slices, are tiles of their own. Products of slices are exact, and those of one order are added up
-// in one tile of results. Orders below the last bit are left out, so three slices need six products. This is Ozaki's
+// Numbers of x and of the weight become integers of 24 bits, relative to the largest of 1024 numbers of a row. Their
+// three bytes, slices, are tiles of their own. Products of slices are exact, and products of one order are added up in
+// one tile of results. Orders below the last bit are left out, so three slices need six products. This is Ozaki's
 // scheme (https://arxiv.org/abs/2306.11975). It takes half the time of three terms of bfloat16 each, and scales of
 // blocks cost nothing: they are in the slices. A weight of small integers with one scale for a row has one slice, and
 // three products.
 //
-// Slices of x have a sign. Those of the weight have none: what each is more than it should be is what results begin
-// with.
+// Slices of x are signed. Slices of the weight are unsigned: results begin with the correction of their bias.
 //
-// What is much smaller than the largest keeps few bits. So x is looked at while it is packed, 16 rows of it at a time:
-// a panel. Where a number stands out of 1024, these have a fourth slice; where that is too little for many, or one is
-// not finite, very large or very small, AVX-512 multiplies the panel. Rows of the weight whose scales are not ordinary,
-// or which hold NaN, are AVX-512's as well. So are few rows of x, transposed products, and blocks that are no multiple
-// of 16.
+// A number much smaller than the largest keeps few bits. So x is checked while it is packed, 16 rows of it at a time: a
+// panel. Where a number stands out of 1024, these have a fourth slice; where that is too little for many, or one is not
+// finite, very large or very small, AVX-512 multiplies the panel. Rows of the weight whose scales are not ordinary, or
+// which hold NaN, are AVX-512's as well. So are few rows of x, transposed products, and blocks that are no multiple of
+// 16.
 //
 // Rows are decoded and then multiplied, 16 at a time. Decoding one step while another is multiplied was not faster:
 // what limits both are loads and stores.
@@ -38,7 +37,7 @@ void keep_sums(const Problem& p, const Detail& d, const I* sums, Sums& out) {
   }
 }
 
-// Packs a chunk of a panel. Whether so many slices are enough.
+// Packs a chunk of a panel. Returns whether this number of slices is enough.
 template <int kX>
 bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const Span& span, char* shared) {
   const int64_t size = piece_of(p, d);

@@ -5,8 +5,8 @@
 
 namespace {
 
-// Slices of the weight and of x whose products count: those with the sum of their orders at most this, that of the last
-// of x.
+// Pairs of slices of the weight and of x whose product counts: the sum of their orders is at most this, the order of
+// the last slice of x.
 constexpr int last_order(int x) { return x - 1; }
 
 // Tiles 0 to 3 are results, by their order; then there are three of the weight and one of x.
@@ -26,7 +26,7 @@ EQQ_INLINE void multiply() {
 #undef EQQ_MULTIPLY
 }
 
-// A slice of x times those of the weight that count, which are loaded with the first.
+// A slice of x times the slices of the weight that count, which are loaded with the first.
 template <int kW, int kX, int kSlice>
 EQQ_INLINE void multiply_slice(const uint8_t* w, int64_t w_row, const uint8_t* x) {
   if constexpr (kSlice < kX) {
@@ -42,13 +42,13 @@ EQQ_INLINE void multiply_slice(const uint8_t* w, int64_t w_row, const uint8_t* x
 }
 
 // Bytes of 16 rows that come to L2 while something else is multiplied, some lines in each step: all at once they would
-// stand in each other's way, and hardware does not fetch so many rows by itself.
+// stand in each other's way, and hardware does not prefetch so many streams.
 struct Lines {
   const char* from = nullptr;
   int64_t stride = 0, bytes = 0, rows = 0, lines = 0;  // how far apart rows are, bytes of each, and lines in a step
   int64_t row = 0, at = 0;
 
-  EQQ_INLINE void some(Lines& a) {
+  EQQ_INLINE void fetch_some(Lines& a) {
     for (int64_t i = 0; i < a.lines && a.row < a.rows; ++i) {
       _mm_prefetch(a.from + a.row * a.stride + a.at, _MM_HINT_T1);
       a.at += 64;
@@ -88,13 +88,13 @@ struct Pending {
   int64_t orders;
   const float* x_scale;  // of rows of x
   const Sums* x_sums;
-  float factor[16];  // what a result of a row is, but for the scale of x
+  float factor[16];  // the unit of the results of a row, without the scale of x
   int32_t zero[16];  // what codes of a row are less
   bool zeros;        // whether they are
   float* sums;
   int64_t done = kRows;     // rows
   bool first, last;         // whether sums begin, or are to be written:
-  int64_t at, rows, lanes;  // here, so many of them
+  int64_t at, rows, lanes;  // here, and their number
 };
 
 template <int kOrders>
@@ -105,7 +105,7 @@ EQQ_INLINE void store_results(int32_t (*results)[256]) {
   if constexpr (kOrders > 3) _tile_stored(3, results[3], 64);
 }
 
-// The next rows of what is pending.
+// The next rows of pending results.
 template <int kOrders, bool kZeros>
 EQQ_INLINE void finish_rows(const Pending& a, int64_t rows) {
   const F scale = _mm512_load_ps(a.x_scale);
@@ -157,9 +157,9 @@ void multiply_piece(const Problem& p, const Piece& a, Next& next, Pending& befor
   for (int64_t step = 0; step < a.steps; ++step, w += a.w_next, x += kX * kTile) {
     settle(w);
     multiply_slice<kW, kX, 0>(w, a.w_row, x);
-    Lines::some(next.codes);
+    Lines::fetch_some(next.codes);
     multiply_slice<kW, kX, 1>(w, a.w_row, x);
-    Lines::some(next.scales);
+    Lines::fetch_some(next.scales);
     multiply_slice<kW, kX, 2>(w, a.w_row, x);
     multiply_slice<kW, kX, 3>(w, a.w_row, x);
     finish_some(p, before, kRows / 4);
@@ -178,7 +178,7 @@ Multiply multiply_of(int64_t w_slices, int64_t x_slices) {
                        : multiply_piece<kSlices, 4>;
 }
 
-// What the lowest of these products stands for.
+// The unit of the lowest of these products.
 float lowest_power(int64_t w_slices) { return w_slices == 1 ? 1 : 65536; }
 
 }  // namespace

@@ -22,7 +22,7 @@ struct Unit {
   float integer = 0;                      // what one is if the scale of its row is 1
   I table = _mm512_setzero_si512();       // of bytes
   F values;                               // the table, again and again
-  F factor = _mm512_setzero_ps();         // what an integer of a row is
+  F factor = _mm512_setzero_ps();         // the unit of the integers of a row
   I zero = _mm512_setzero_si512();        // what codes of a row are less, if they are slices
   uint32_t odd[kUnitRows / kRows] = {0};  // rows that are not ordinary
 
@@ -99,7 +99,7 @@ struct Unit {
     }
   }
 
-  // Notes which rows are not ordinary, and returns those that are.
+  // Notes which rows are not ordinary, and returns the ordinary ones.
   __mmask16 see(int64_t tile, F largest) {
     const __mmask16 some = _mm512_cmp_ps_mask(largest, _mm512_setzero_ps(), _CMP_NEQ_UQ);
     const __mmask16 ordinary = _mm512_mask_cmp_ps_mask(some, largest, _mm512_set1_ps(1 / kRangeOfW), _CMP_GE_OQ) &
@@ -170,7 +170,7 @@ struct Unit {
       }
   }
 
-  // What multiplying these codes of 16 rows reads, if it is fetched in so many steps.
+  // The memory that multiplying these codes of 16 rows reads, fetched in the given number of steps.
   Next lines_of(int64_t tile, int64_t first, int64_t last, int64_t steps) const {
     const int64_t at = row + kRows * tile, rows = min64(count - kRows * tile, kRows);
     const int64_t width = scale_bytes(p.scale_kind);
@@ -198,8 +198,8 @@ struct Unit {
     return next;
   }
 
-  // Codes `first` to `last` of 16 rows as tiles: where they are, and how far apart their rows and steps. What does not
-  // lie in memory as whole segments do is copied, a byte for each code.
+  // Codes `first` to `last` of 16 rows as tiles: where they are, and how far apart their rows and steps. Segments that
+  // are cut short are copied, a byte for each code.
   const uint8_t* decode(int64_t tile, int64_t first, int64_t last, int64_t chunk, int64_t* w_row, int64_t* w_next) {
     const int64_t segment = 512 / p.bits, steps = div_up(last - first, 64), real = min64(count - kRows * tile, kRows);
     Codes a = {p.codes + (row + kRows * tile) * p.words + first * p.bits / 8,

@@ -181,7 +181,7 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
   return rows;
 }
 
-// What makes integers of the values of codes. A power of two keeps floats of eight bits as they are.
+// The factor that makes integers of the values of codes. A power of two keeps floats of eight bits exact.
 float integers_in_one(float most) {
   float power = 1;
   const float largest = largest_of(kSlices) / most;

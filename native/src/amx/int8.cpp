@@ -118,8 +118,8 @@ EQQ_INLINE void unpack(const uint8_t* bytes, int64_t segments, I table, bool loo
   }
 }
 
-// The codes of a step of some rows as tiles of 16 rows and 64 codes, each 1 KB; those of the next 16 rows are
-// `16 * kDecoded` bytes on.
+// The codes of a step of some rows as tiles of 16 rows and 64 codes, each 1 KB; the next 16 rows are `16 * kDecoded`
+// bytes on.
 void decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, int64_t row, int64_t count,
             uint8_t* decoded) {
   const int64_t from = step_start(r, s), segment = 64 * (8 / p.bits), codes = step_codes(s);
@@ -165,7 +165,7 @@ void decode_scales(const Problem& p, const Runs& r, const Integers& v, int64_t r
 // Units
 //
 
-// What a thread multiplies: rows of the weight, a strip at a time, and some panels.
+// The unit of a thread: rows of the weight, a strip at a time, and some panels.
 struct Unit {
   const Int8Problem& q;
   const Problem& p;
@@ -188,7 +188,7 @@ struct Unit {
   Finished finished;
   Ahead ahead;
   int turn = 0, scale_turn = 0, off_turn = 0;
-  // Scales of the runs from `stretch` up to `known`, and what their codes are off.
+  // Scales of the runs from `stretch` up to `known`, and the biases of their codes.
   int64_t stretch, known;
   float* scale;
   int32_t *offset, *weights;
@@ -313,7 +313,7 @@ struct Unit {
     if (w_ahead) {
       ahead.end = codes + min64(d.strip, rows) * p.words;
       ahead.lines = div_up(depth_of(r) * p.bits, (is_long ? 16 : 32) * div_up(panels, pair));
-      Ahead::some(ahead, d.strip * p.words);
+      Ahead::fetch_some(ahead, d.strip * p.words);
     }
     for (int64_t strip = 0, count; strip < rows; strip += count) {
       count = min64(d.strip, rows - strip);

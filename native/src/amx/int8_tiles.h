@@ -25,8 +25,8 @@ constexpr int64_t kPartValues = 1 << 14;         // of x, for which another thre
 
 struct Detail {
   int64_t rows, chunks, strip;        // of the weight in a unit; units of all its rows; rows that a panel meets in turn
-  int64_t panels, block, row_blocks;  // of x; those in a unit; units of all of them
-  int64_t group, pieces;              // panels of a part of the preparation, and parts of those
+  int64_t panels, block, row_blocks;  // of x; of a unit; units in all
+  int64_t group, pieces;              // panels of a part of the preparation, and how many parts
   int64_t sums, x;                    // where they are in shared memory: sums of codes for each tile, and codes
   int64_t scale, results;             // likewise in the memory of a thread
 };
@@ -40,9 +40,9 @@ EQQ_INLINE char* page(const void* p) {
 }
 EQQ_INLINE int64_t row_tiles(const Runs& r) { return row_codes(r) / depth_of(r); }
 EQQ_INLINE bool is_long(const Runs& r) { return r.count == 1 || r.size > kLongRun; }
-// How far scales of rows are apart. A single one of each needs no room: what is too much the next row writes over.
+// How far scales of rows are apart. A single scale per row needs no room: the next row writes over the excess.
 EQQ_INLINE int64_t stretch_of(const Runs& r) { return r.count == 1 ? 1 : kStretch; }
-// Those of all rows of a strip.
+// The same for all rows of a strip.
 EQQ_INLINE int64_t stretches(const Runs& r, int64_t strip) { return round_up(strip * stretch_of(r), 16) + 16; }
 // Whether rows of the weight are multiplied where they lie.
 EQQ_INLINE bool is_direct(const Problem& p, const Runs& r) { return p.bits == 8 && r.padded == p.k; }
@@ -57,16 +57,16 @@ struct Block {
   const int32_t* off;     // of long runs, their sums for either panel
   const float* scale;     // for rows and runs, `stretch` apart
   const int32_t* offset;  // likewise what codes are off; null if it is in `sums_x`
-  const int32_t* shift;   // of the panels, what their codes are too much
+  const int32_t* shift;   // the bias of the codes of the panels
   int32_t* weights;       // for rows and runs, `stretch` apart: sums of the weight; null without zero points of x
   int64_t stretch;
-  float* sums;       // of the tiles of results: 16 x 16; those of a panel lie side by side
-  int32_t* partial;  // likewise those of a run that has not ended, or room for a page
+  float* sums;       // of the tiles of results: 16 x 16; tiles of a panel lie side by side
+  int32_t* partial;  // likewise sums of a run that has not ended, or room for a page
   int64_t runs, length, depth;
   bool begins, ends;     // runs
   bool first, last;      // whether there are no runs before, or after
   int64_t y;             // where results begin
-  int64_t lanes, count;  // of those: rows of x, and of the weight
+  int64_t lanes, count;  // of these tiles: rows of x, and of the weight
   const float* x_scale;
 };
 
@@ -76,7 +76,7 @@ EQQ_INLINE I sum_of_tiles(const int32_t* sums, int64_t tiles) {
   return sum;
 }
 
-// Sums of products of codes are brought to those of what they mean. `at`: where the row and run are among scales.
+// Turns sums of products of codes into sums of products of values. `at`: where the row and run are among scales.
 template <bool kCorrects>
 EQQ_INLINE I corrected(const Block& a, I sum, I off, I shift, int64_t at) {
   if (!kCorrects) return V::add(sum, off);
@@ -85,11 +85,11 @@ EQQ_INLINE I corrected(const Block& a, I sum, I off, I shift, int64_t at) {
   return _mm512_sub_epi32(sum, V::mul(shift, V::broadcast_int(a.weights[at])));
 }
 
-// Memory that results of a block will be written over: stores to so many places do not fetch it in time.
+// Prefetches the memory of results of a block: stores to many places do not fetch it in time.
 struct Lines {
   const char* at;
   int64_t rows, bytes, next;
-  EQQ_INLINE void some(Lines& l, int64_t rows) {
+  EQQ_INLINE void fetch_some(Lines& l, int64_t rows) {
     for (const int64_t rest = max64(l.rows - rows, 0); l.rows > rest; --l.rows, l.at += l.next)
       for (int64_t i = 0; i < l.bytes; i += 64) _mm_prefetch(l.at + i, _MM_HINT_T1);
   }
@@ -127,14 +127,14 @@ EQQ_INLINE void take_tile(const Block& a, int64_t half, int64_t panel, F* tile) 
 }
 
 // Runs of some blocks. Four tiles take turns: a result is stored two runs after it was multiplied, and scaled one run
-// later. It is stored in the quarter of a page of what was just loaded: a load of a tile waits for earlier stores to
+// later. It is stored in the quarter of a page that was just loaded: a load of a tile waits for earlier stores to
 // addresses that are a multiple of 4 KB away.
 template <bool kCorrects>
 void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
   F sums[16];
   take_tile(a, 0, 0, sums);
   Lines y = results_of(p, a);
-  Lines::some(y, y.rows);
+  Lines::fetch_some(y, y.rows);
   const int64_t tiles = a.length / a.depth;
   const I shift = kCorrects ? V::load_int(a.shift) : V::zero_int();
   settle(a.w);
@@ -148,7 +148,7 @@ void short_runs(const Problem& p, const Block& a, Ahead& ahead) {
         _tile_loadd(A, a.w + k / 64 * a.w_next + k % 64, a.w_row);                            \
         _tile_loadd(B, a.x + 16 * k, 64);                                                     \
         _tile_dpbusd(TILE, A, B);                                                             \
-        Ahead::some(ahead, ahead.lines);                                                      \
+        Ahead::fetch_some(ahead, ahead.lines);                                                \
       }                                                                                       \
     }                                                                                         \
     if (run >= 2 && run - 2 < a.runs) _tile_stored(STORED, a.partial + 256 * TILE, 64);       \
@@ -229,8 +229,8 @@ void long_run(const Problem& p, const Block& a, Finished& finished, Ahead& share
     _tile_loadd(5, below, a.w_row);
     _tile_dpbusd(1, 5, 6);
     if (kTwoPanels) _tile_dpbusd(3, 5, 7);
-    Ahead::some(ahead, ahead.lines);
-    Lines::some(y, y_rows);
+    Ahead::fetch_some(ahead, ahead.lines);
+    Lines::fetch_some(y, y_rows);
     if (k > 0 && finished.tiles > 0) finish_tile<kCorrects>(p, finished);
   }
   shared_ahead = ahead;
@@ -245,7 +245,7 @@ void long_run(const Problem& p, const Block& a, Finished& finished, Ahead& share
   finished.tiles = kTwoPanels ? 4 : 2;
 }
 
-// Sums of the weight in the runs of a step, or in what it has of one: the products of the panel of ones.
+// Sums of the weight in the runs of a step, or in its part of a run: the products of the panel of ones.
 void sum_weights(const Problem& p, const Runs& r, const Integers& v, const Step& s, const Block& a, const uint8_t* ones,
                  int64_t rows) {
   alignas(64) int32_t results[32][16];

@@ -15,7 +15,7 @@ EQQ_INLINE __mmask16 first_few(int64_t n) {
   return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1);
 }
 
-// Sixteen numbers of x in a row, from element `at` on; those that the mask leaves out are zero, and not read.
+// Sixteen numbers of x in a row, from element `at` on; masked ones are zero, and not read.
 EQQ_INLINE __m512 load_some(const void* x, int type, int64_t at, __mmask16 mask) {
   if (type == kFloat32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(x) + at);
   const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(x) + at);

@@ -12,7 +12,7 @@ EQQ_INLINE int64_t round_up(int64_t a, int64_t b) { return div_up(a, b) * b; }
 EQQ_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 EQQ_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// `choose(Count<n>())` of a template for `n` from `kLeast` to `kMost`: what is beyond takes the nearest.
+// `choose(Count<n>())` of a template for `n` from `kLeast` to `kMost`: other values take the nearest.
 template <int kCount>
 struct Count {
   static constexpr int value = kCount;

@@ -1,4 +1,4 @@
-// What an instruction set offers, and how one is chosen.
+// The kernels of instruction sets, and how one is chosen.
 #pragma once
 
 #include <string.h>
@@ -13,10 +13,10 @@ typedef struct Plan {
   int64_t parts;         // of the preparation, which run in any order
   int64_t units;         // of the product, which run in any order once all parts are done
   int64_t detail[12];    // of the implementation's own
-  int64_t rows;          // of x that it wants at a time, or 0 for all: each part of so many has a plan of its own
+  int64_t rows;          // of x that it takes at a time, or 0 for all: each part has a plan of its own
 } Plan;
 
-// What an implementation keeps in `Plan::detail`: a struct of its own, as bytes.
+// The state of an implementation in `Plan::detail`: a struct of its own, as bytes.
 template <typename Detail>
 EQQ_INLINE void set_detail(const Detail& detail, Plan* plan) {
   static_assert(sizeof detail <= sizeof plan->detail && __is_trivially_copyable(Detail), "a plan has no room for it");
@@ -41,7 +41,8 @@ typedef struct MatmulKernel {
   const struct MatmulKernel* fallback = nullptr;  // the kernel that is asked next if not
 } MatmulKernel;
 
-// What an instruction set offers. A further kind of kernel is a further struct of functions and a further pointer here.
+// The kernels of an instruction set. A further kind of kernel is a further struct of functions and a further pointer
+// here.
 typedef struct Isa {
   const char* name;
   const MatmulKernel* matmul;
@@ -51,8 +52,8 @@ typedef struct Isa {
   const struct SlabKernel* slabs;     // in `slabs/slabs.h`
 } Isa;
 
-// What rooms define for an instruction set, each in a file that CMake compiles for all of them; not all have all.
-// `decode_scales`: those of blocks `first` to `last` of a row, as float32, times that of the row.
+// Kernels that rooms define for an instruction set, each in a file that CMake compiles for all of them; not all have
+// all. `decode_scales`: scales of blocks `first` to `last` of a row, as float32, times the scale of the row.
 #define EQQ_INSTRUCTION_SET(ISA)                                                              \
   namespace ISA {                                                                             \
   extern const MatmulKernel kMatmul, kDecode;                                                 \
@@ -79,8 +80,8 @@ extern const MatmulKernel kMatmulManyAmx;
 float half_to_float(uint16_t bits);
 uint16_t float_to_half(float value);
 
-// The best that this machine and its operating system allow, or the one that EQQUANT_CPU_ISA names. Null, with
-// `*why` set, if that one is unknown or cannot run here.
+// The best that this machine and its operating system allow, or the one that EQQUANT_CPU_ISA names. Null, with `*why`
+// set, if it is unknown or cannot run here.
 const Isa* choose_isa(const char** why);
 
 // The instruction sets that this machine can run, worst first: how many, and each.

@@ -13,19 +13,18 @@
 #include "int8/int8.h"
 #include "slabs/slabs.h"
 
-// What is wrong with a problem, as a sentence in `text`; or null. Reads no array.
+// The error of a problem, as a sentence in `text`; or null. Reads no array.
 const char* check_problem(const Problem& problem, char* text, size_t room);
 
-// Zeroed only where it must be; null where there is no memory.
+// Zeroed only if it must be; null without memory.
 void* allocate_aligned(int64_t bytes);
 void free_aligned(void* memory);
 
 // Runs `work(unit, worker)` for every unit below `units`, in the calling thread and in tasks of `pool`, and returns
 // when all are done.
 //
-// Each worker has a range of units, whose rows of the weight follow each other: what a kernel fetches ahead at the end
-// of a unit it needs itself. Who is done with its own helps with the next one's, also with those of workers that never
-// begin.
+// Each worker has a range of units, whose rows of the weight follow each other: so it uses the bytes that a kernel
+// prefetches at the end of a unit. A worker that is done helps with the next range, also if its worker never begins.
 //
 // It cannot deadlock, however many callers share the pool: the caller works as well, and waits only for units that some
 // thread has begun. A task that begins later finds nothing to do; it touches nothing but `state`, which it owns a part
@@ -81,7 +80,7 @@ inline const MatmulKernel& select_kernel(const MatmulKernel* kernel, const Probl
   return *kernel;
 }
 
-// The kernel that must compute what another one packed and does not accept, or null.
+// The kernel for operands that another one packed but does not accept, or null.
 template <typename Kernel, typename Task>
 const Kernel* fallback_after_packing(const Kernel&, const Task&, const Plan&, const void*) {
   return nullptr;

@@ -1,4 +1,4 @@
-// One quantized product, as plain C data. What every instruction set is handed; nothing of XLA is known here.
+// One quantized product, as plain C data. Every instruction set gets it; nothing of XLA is known here.
 //
 //   y(b, m, n) = sum over k of x(b, m, k) w(b, n, k)          or with `transpose`
 //   y(b, m, k) = sum over n of x(b, m, n) w(b, n, k),         where
@@ -15,7 +15,7 @@
 
 enum FloatType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-// What the bits of scales mean.
+// The meaning of the bits of scales.
 enum ScaleKind {
   kScaleFloat32 = 0,
   kScaleFloat16 = 1,
@@ -28,13 +28,13 @@ enum ScaleKind {
 
 static inline int64_t scale_bytes(int kind) { return kind == kScaleFloat32 ? 4 : kind <= kScaleBFloat16 ? 2 : 1; }
 
-// What codes of eight bits stand for, where there is something faster than looking them up.
+// The values of codes of eight bits, where something is faster than a lookup.
 enum ValueKind { kValueTable = 0, kValueInteger = 1, kValueE4M3 = 2, kValueE5M2 = 3 };
 
 // Codes that share a byte stand a plane apart: byte `j` of a segment of 64 bytes holds code `j` of each of `8 / bits`
-// planes of 64 codes, plane 0 in the low bits. A last, shorter segment is split into equal planes the same way.
-// Codes of another width are split into parts of these, the widest in the low bits. A segment is as long as one of the
-// narrowest part, and holds the bytes of one part after those of another.
+// planes of 64 codes, plane 0 in the low bits. A last, shorter segment is split into equal planes the same way. Codes
+// of another width are split into parts of these, the widest in the low bits. A segment is as long as one of the
+// narrowest part, and holds the bytes of one part after the other.
 enum { kPlane = 64 };
 
 static inline bool is_split(int bits) { return (bits & (bits - 1)) != 0; }
@@ -44,7 +44,7 @@ static inline int64_t segment_codes(int bits) {
   return bits % 2 ? kPlane * 8 : bits % 4 ? kPlane * 4 : bits % 8 ? kPlane * 2 : kPlane;
 }
 
-// Bytes of so many codes.
+// The bytes of `length` codes.
 static inline int64_t packed_bytes(int64_t length, int bits) {
   int64_t bytes = 0;
   for (int width = 8; width > 0; width /= 2)
@@ -68,14 +68,15 @@ typedef struct Problem {
 
   int64_t batch, m, n, k;
   int64_t stack;       // with `selected`
-  int64_t words;       // bytes of a row of codes; of columns of a matrix those of all of it
+  int64_t words;       // bytes of a row of codes; with columns, of the whole matrix
   int64_t blocks;      // scales of a row: k / block_size, rounded up
   int64_t zero_words;  // bytes of the zero points of a row
   int64_t block_size;  // at most k
-  // Where scales are codes: bytes of those of a row, how many share one of `scale`, and how many of these a row has.
+  // With quantized scales: bytes of the scales of a row, how many share one of `scale`, and how many of these a row
+  // has.
   int64_t scale_words, scale_block_size, scale_blocks;
 
-  // In elements. Either stride of a matrix may be the one that is 1.
+  // In elements. Either stride of a matrix may be 1.
   int64_t x_batch, x_row, x_column;
   int64_t y_batch, y_row, y_column;
 
@@ -89,7 +90,7 @@ typedef struct Problem {
   int32_t coarse;      // whether 16 bits of x are enough: results have no more, or the caller wants no more
 } Problem;
 
-// Unpacks codes `first` to `last` of a row of so many bytes, of 1, 2, 4 or 8 bits.
+// Unpacks codes `first` to `last` of a row of `words` bytes, of 1, 2, 4 or 8 bits.
 template <typename T>
 static inline void unpack_codes(const uint8_t* packed, int64_t words, int bits, int64_t first, int64_t last, T* out) {
   const int64_t planes = 8 / bits, segment = kPlane * planes;

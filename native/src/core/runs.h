@@ -134,7 +134,7 @@ static const uint8_t* unpack_row(const Problem& p, int64_t row, int64_t from, in
     if (s < whole) {
       unpack_segment<kBits>(bytes + s * 64, 64, shift, out);
     } else {
-      // The planes of the last segment are short, and each writes over what is too much of the one before.
+      // The planes of the last segment are short, and each writes over the excess of the previous one.
       uint8_t tail[64] = {0};
       const int64_t count = p.words - whole * 64;
       memcpy(tail, bytes + whole * 64, count);

@@ -2,8 +2,8 @@
 // templates over it, named `V` there.
 //
 // Each set is compiled with flags of its own. So all that templates yield is in anonymous namespaces, and no template
-// or inline function of `std::` is used: the linker could otherwise take the copy for AVX-512 for what every machine
-// runs.
+// or inline function of `std::` is used: the linker could otherwise let every machine run
+// the copy for AVX-512.
 //
 // Floats: `F`, a vector of `L`
 //   load(p), store(p, a), broadcast(a), zero(), add, sub, mul, fma(a, b, c) = a * b + c, sum(a), prefetch(p)
@@ -19,7 +19,7 @@
 //   load_int(p), store(p, a), broadcast_int(a), zero_int(), add, mul, sum(a), to_float(a)
 //   dot(acc, w, x)        acc + the products of the `kGroup` codes of each lane, exactly: two of 16 bits, or four
 //   bytes,
-//                         those of w without a sign, less `kBias`
+//                         codes of w are unsigned, less `kBias`
 //   spread_int(p, lanes)  as `spread`;  load_int(p, n)   the first n bytes, and zeros; where a vector has over 16 codes
 //   byte_codes<bits>(a, plane), byte_table(p), lookup_bytes(table, codes)     of bytes, if `kInRegisters`
 //
@@ -30,7 +30,7 @@
 //   decode64<bytes>(p, planes, f)    if `kTablesOfBytes`: f[0] to f[64 / L - 1] from 64 bytes, by the upper 2 or all 4
 //                         bytes of a table of 256 floats, of which `planes` holds one after the other
 //
-// What suits its registers and its speed
+// Choices for its registers and its speed
 //   kTileRows, kTileRows1, kWideRows  rows of a tile of results of two vectors, of one, and of four
 //   kDotRows              rows of the weight that a product with one row of `x` takes at a time
 //   kFewTile, kFewGroup   with a few rows of `x`: the same, and how many of `x` at a time
@@ -39,7 +39,7 @@
 //   `kFusedGroup`
 //                         of more than `kFewGroup` at a time, and `kFusedRows` instead of `kFewRows`
 //   kDirectRows, kMixedRows  up to how many rows of `x` codes are decoded in registers (`dots.h`); likewise transposed
-//   kScalesTables         whether scaling a table of sixteen is faster than scaling what sixteen codes stand for
+//   kScalesTables         whether scaling a table of sixteen is faster than scaling the values of sixteen codes
 //   kLooksUpBytes         whether a table of 256 is faster than converting integers and floats of eight bits
 //   kInt8TileRows, kInt8DotRows, kInt8FewRows    of products of integers: as above
 //   kInRegisters          whether one row of `x` meets codes of integers that are decoded in registers; then
@@ -55,7 +55,7 @@
 
 namespace {
 
-// What all instruction sets share, and what few have.
+// Operations that all instruction sets share, and operations of few.
 struct SimdBase {
   static constexpr bool kTablesOfBytes = false, kSumsRows = false, kFusesFew = false, kLooksUpBytes = false;
   static constexpr bool kInRegisters = false, kPacks = false;

@@ -10,7 +10,7 @@ struct Simd : avx512::Simd {
   static constexpr int kGroup = 4;
   static constexpr bool kInRegisters = true, kPacks = true;
 
-  // In so many words, since GCC would copy sums from register to register in each step of a loop.
+  // Written out, since GCC would copy sums from register to register in each step of a loop.
   EQQ_INLINE I dot(I acc, I w, I x) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
     return acc;

@@ -75,8 +75,8 @@ struct Simd : SimdBase {
   EQQ_INLINE Table offset(const Table& t, F z) {
     return split(sub(t.values[0], z), sub(t.values[1], z), sub(t.values[2], z), sub(t.values[3], z));
   }
-  // The values of bytes `n / 8`, `n / 8 + 4`, ..., the codes of which begin at bit `n % 8`. Whoever asks for one byte
-  // of each lane asks for the others too. All four begin with the same lookups, and the compiler does those once.
+  // The values of bytes `n / 8`, `n / 8 + 4`, ..., the codes of which begin at bit `n % 8`. Callers need all bytes of a
+  // lane. All four begin with the same lookups, and the compiler does those once.
   template <int n>
   EQQ_INLINE F lookup(const Table& t, Shifted<n> a) {
     const uint8x16_t codes = vandq_u8(n % 8 ? vshrq_n_u8(a.bytes, n % 8 ? n % 8 : 1) : a.bytes, vdupq_n_u8(15));

@@ -58,5 +58,5 @@ typedef struct EncodeKernel {
 // The kernel for an instruction set.
 static inline const EncodeKernel& encode_kernel(const Isa& isa) { return *isa.encode; }
 
-// What is wrong with a problem, as a sentence in `text`; or null. Reads no array.
+// The error of a problem, as a sentence in `text`; or null. Reads no array.
 const char* check_encode(const EncodeProblem& problem, char* text, size_t room);

@@ -1,4 +1,4 @@
-// The product as XLA calls it, and what Python asks the library before it hands it to XLA.
+// The product as XLA calls it, and the functions that Python calls before it registers it with XLA.
 #include <string.h>
 
 #include <utility>
@@ -62,7 +62,7 @@ enum WeightAttr {
 using Numbers = ffi::Span<const int64_t>;
 using Table = ffi::Span<const float>;
 
-// Fills in what describes the weight. Null, or what is wrong. `rest` has `more` arguments at its end.
+// Fills in the description of the weight. Returns null, or the error. `rest` has `more` arguments at its end.
 const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, size_t more, Table table,
                        Table scale_table, Numbers weight, Problem* out) {
   Problem& p = *out;
@@ -103,7 +103,7 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
 
   size_t at = 0;
   bool fits = true;
-  // The next argument, if it is given: of so many numbers in a row.
+  // The next argument, if it is given, with its numbers per row.
   const auto next = [&](WeightAttr which, ffi::DataType type, int64_t columns) -> const void* {
     if (weight[which] == 0) return nullptr;
     auto found = rest.get<ffi::AnyBuffer>(at++);
@@ -136,7 +136,7 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   return nullptr;
 }
 
-// Fills in the arrays of a product with a weight that is set; either may be transposed. Null, or what is wrong.
+// Fills in the arrays of a product with a weight that is set; either may be transposed. Returns null, or the error.
 const char* set_arrays(ffi::AnyBuffer x, ffi::AnyBuffer y, bool x_transposed, bool y_transposed, Problem* out) {
   Problem& p = *out;
   Matrix xs, ys;
@@ -158,7 +158,7 @@ const char* set_arrays(ffi::AnyBuffer x, ffi::AnyBuffer y, bool x_transposed, bo
   return nullptr;
 }
 
-// Arguments: x, codes, scale, and then those that `weight` announces.
+// Arguments: x, codes, scale, and the ones that `weight` announces.
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table,
                   Numbers weight, bool transpose, bool coarse, bool x_transposed, bool y_transposed) {
@@ -187,10 +187,9 @@ bool row_numbers(ffi::RemainingArgs rest, size_t index, ffi::DataType type, cons
   return a.batch == p.batch && a.rows == p.m && a.columns == 1;
 }
 
-// The same for integers. x is floats of the type of the result, or int8, or uint8 that are 128 more than what they
-// mean. The last argument has the scales of its rows; of floats only if they are `scaled`, and otherwise these get
-// their own. With `affine`, rows have zero points, floats are quantized to such, or x is uint8; after scales, an
-// argument has them.
+// The same for integers. x is floats of the type of the result, or int8, or uint8 with a bias of 128. The last argument
+// has the scales of its rows; of floats only if they are `scaled`, and otherwise these get their own. With `affine`,
+// rows have zero points, floats are quantized to such, or x is uint8; after scales, an argument has them.
 ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                        ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table,
                        Numbers weight, bool x_transposed, bool y_transposed, bool affine, bool scaled) {
@@ -219,7 +218,7 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   return done(run_int8(*isa, q, pool, pool.num_threads()));
 }
 
-// Arguments: codes, scale, and then those that `weight` announces.
+// Arguments: codes, scale, and the ones that `weight` announces.
 ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
                   ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers weight, bool clip) {
   const char* why = nullptr;
@@ -321,7 +320,7 @@ ffi::Error reduce(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBu
   return ffi::Error::Success();
 }
 
-// The arguments and attributes that all functions have: those of a weight. More attributes may follow.
+// The arguments and attributes of a weight, which all functions have. More attributes may follow.
 template <typename Binding>
 auto bind_weight(Binding&& binding) {
   return std::move(binding)
@@ -417,7 +416,7 @@ EQQ_EXPORT const char* eqquant_cpu_isa_refusal(void) {
   return why;
 }
 
-// Those that this machine has, worst first; null past the last.
+// The instruction sets of this machine, worst first; null past the last.
 EQQ_EXPORT const char* eqquant_cpu_isa_at(int32_t index) {
   const Isa* isa = isa_at(index);
   return isa == nullptr ? nullptr : isa->name;

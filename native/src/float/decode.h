@@ -13,7 +13,7 @@ struct Decode {
   static constexpr int L = V::L;
   static constexpr int kHalves = 16 / L;  // vectors of bytes in a segment
 
-  // Whether scales and zero points of a plane are applied to what was looked up, not to the table.
+  // Whether scales and zero points of a plane are applied to decoded values, not to the table.
   static constexpr bool after_lookup(Mode mode) {
     return per_plane(mode) > 1 || (mode == kUniform && !V::kScalesTables);
   }
@@ -116,7 +116,7 @@ struct Decode {
     const float* zero;
   };
 
-  // How many floats `row_scales` needs for so many segments.
+  // How many floats `row_scales` needs for `segments`.
   static int64_t scale_room(const Problem& p, const Shape& s, int64_t segments) {
     const int64_t codes = segments * s.codes;
     const int64_t blocks = div_up(codes, p.block_size) + 2, grains = s.mode == kAnyBlock ? 0 : codes / s.grain;
@@ -149,7 +149,7 @@ struct Decode {
     const int64_t from = first * s.codes, to = min64(last * s.codes, p.k);
     const int64_t block = from / p.block_size, end = div_up(to, p.block_size);
     if (s.mode == kAnyBlock || (last - 1 >= s.whole && last - first == 1)) {
-      fetch<kZeros>(p, row, block, end, scratch);  // found by index, those of the tail always
+      fetch<kZeros>(p, row, block, end, scratch);  // found by index; in the tail always
       return scratch;
     }
     const int64_t ratio = p.block_size / s.grain;
@@ -198,8 +198,8 @@ struct Decode {
     }
   }
 
-  // The vectors of a segment in the order of decoding, unrolled: `f(constant, vector)`. Without `kScaled` they are as
-  // in the table, less the zero point, and whoever asks scales them.
+  // The vectors of a segment in the order of decoding, unrolled: `f(constant, vector)`. Without `kScaled` they are
+  // table entries less the zero point, and the caller scales them.
   template <int kBits, int kValues, Mode kMode, bool kZero, bool kMask>
   EQQ_INLINE void decode_segment(const uint8_t* bytes, const float* table256, const Table& table, const float* scale,
                                  const float* zero, const int32_t* index, const int32_t* mask, float* out) {
@@ -213,7 +213,7 @@ struct Decode {
         if (kMode == kAnyBlock) {
           if (kZero) w = V::sub(w, V::gather(zero, index + v * L));
           w = V::mul(w, V::gather(scale, index + v * L));
-        } else if (kMode != kOneScale) {  // which is left to whoever asks
+        } else if (kMode != kOneScale) {  // which the caller does
           const int at = v * L * per_plane(kMode) / 64;
           if (kZero) w = V::sub(w, V::broadcast(zero[at]));
           w = V::mul(w, V::broadcast(scale[at]));
@@ -271,8 +271,8 @@ struct Decode {
     }
   }
 
-  // Decodes segments `first` to `last` of a row to floats. `r` has the scales of its segments from `origin` on; those
-  // of a last segment that is cut short are decoded to `scratch`.
+  // Decodes segments `first` to `last` of a row to floats. `r` has the scales of its segments from `origin` on; scales
+  // of a short last segment are decoded to `scratch`.
   template <int kBits, int kValues, bool kZero>
   static void decode_row(const Problem& p, const Shape& s, const void* shared, int64_t row, int64_t first, int64_t last,
                          RowScales r, int64_t origin, float* scratch, float* out) {
@@ -335,7 +335,7 @@ struct Decode {
   using DecodeRow = void (*)(const Problem&, const Shape&, const void*, int64_t, int64_t, int64_t, RowScales, int64_t,
                              float*, float*);
 
-  // What a template yields for the codes of a problem: `choose(CodeKind<bits, values>())`.
+  // Instantiates a template for the codes of a problem: `choose(CodeKind<bits, values>())`.
   template <int bits, int values>
   struct CodeKind {
     static constexpr int kBits = bits, kValues = values;

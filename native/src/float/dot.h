@@ -18,7 +18,8 @@ struct Dot {
   static constexpr int L = V::L;
   static constexpr int kRows = V::kDotRows;
 
-  // The products of `kRows` rows of whole segments `first` to `last`, added to `sums`. `scale[r]` are those rows'.
+  // The products of `kRows` rows of whole segments `first` to `last`, added to `sums`. `scale[r]` are the scales of
+  // these rows.
   template <int kBits, int kValues, Mode kMode, bool kZero, int kRows>
   static void dot(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t step, int64_t segments,
                   const float* values, const float* x, F* sums) {
@@ -142,9 +143,9 @@ struct Dot {
   // What groups of rows have in common: divisions that are too slow to repeat for each.
   struct Group {
     int64_t chunk, room, step;
-    int64_t ahead;  // bytes to what is fetched meanwhile: the same part of a later group
+    int64_t ahead;  // bytes to the prefetched part: the same one of a later group
     bool direct;    // the loop can read scales where they are
-    bool together;  // it can once they are floats, and those of the next row lie behind
+    bool together;  // once scales are floats, and the scales of the next row follow
   };
 
   // Rows `row` on in whole groups, whose scales are decoded together: how many of `count` these are. Not the last of

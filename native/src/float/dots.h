@@ -1,5 +1,5 @@
-// Products with few rows of x that decode codes in registers: no decoded row is written, since multiplying what was
-// written would take as long as decoding it.
+// Products with few rows of x that decode codes in registers: no decoded row is written, since reading it again would
+// take as long as decoding it.
 #pragma once
 
 #include "float/decode.h"
@@ -16,8 +16,8 @@ struct Dots {
   static constexpr int L = V::L, kHalves = D::kHalves, kRows = V::kDotRows;
   static constexpr int kMost = V::kFewGroup < 4 ? 2 : 4;  // rows of x, for whose sums there are registers
 
-  // Four vectors of a plane of a segment, from its bytes `4 L h` on. `scale` and `zero` are those of the segment. One
-  // scale of a whole plane is left to whoever asks, unless `kScaled`.
+  // Four vectors of a plane of a segment, from its bytes `4 L h` on. `scale` and `zero` belong to the segment. The
+  // caller applies one scale of a whole plane, unless `kScaled`.
   template <int kBits, int kValues, Mode kMode, bool kZero, bool kScaled, int kPlaneIndex>
   EQQ_INLINE void four(const uint8_t* bytes, int h, const float* values, const Table& table, const float* scale,
                        const float* zero, F* w) {
@@ -61,7 +61,7 @@ struct Dots {
     }
   }
 
-  // Whether a whole segment can be read here, although a row ends before: what follows is codes of the weight too.
+  // Whether a whole segment can be read here, although a row ends before: codes of the weight follow.
   EQQ_INLINE bool can_read_on(const Problem& p, const uint8_t* bytes) {
     const int64_t rows = (p.selected != nullptr ? p.stack : p.batch) * p.n;
     return bytes + kSegment <= p.codes + (rows - 1) * p.words + packed_bytes(p.k, p.bits);
@@ -76,8 +76,8 @@ struct Dots {
     return p.bits == 8 && p.values == kValueTable && !V::kTablesOfBytes ? min64(kMost, V::kDirectRows) : V::kDirectRows;
   }
 
-  // Products of `kRows` rows of the weight and `kM` of x, added to `sums`, those of a row of x side by side. A scale
-  // that a whole row has is left to whoever asks. With `kMask`, of codes that are no padding.
+  // Products of `kRows` rows of the weight and `kM` of x, added to `sums`, sums of a row of x side by side. The caller
+  // applies a scale of a whole row. With `kMask`, of codes that are no padding.
   template <int kBits, int kValues, Mode kMode, bool kZero, int kM, bool kMask>
   static __attribute__((noinline)) void dots(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales,
                                              int64_t step, int64_t segments, const float* values, const int32_t* mask,
@@ -108,7 +108,7 @@ struct Dots {
     if constexpr (kPlaneIndex < 8 / kBits) {
       const int place = (h * (8 / kBits) + kPlaneIndex) * 4 * L;
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; r += 2) {  // two rows share what is loaded of x
+      for (int r = 0; r < kRows; r += 2) {  // two rows share the loaded x
         F w[2][4];
 #pragma GCC unroll 2
         for (int i = 0; i < 2; ++i) {

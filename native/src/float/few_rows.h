@@ -41,9 +41,9 @@ struct FewRows {
       for (int m = 0; m < kM; ++m) V::store(sums + (r * kM + m) * L, acc[r][m]);
   }
 
-  // Some whole segments of `kFewTile` rows of the weight, and those that come next.
+  // Some whole segments of `kFewTile` rows of the weight, and the next ones.
   struct FewStep {
-    const uint8_t *bytes, *next, *ahead;  // codes of now, of those to decode last, and of those to fetch
+    const uint8_t *bytes, *next, *ahead;  // current codes, codes to decode last, and codes to prefetch
     const float *scale, *next_scale;
     float *decoded, *next_decoded;  // segment `i` lies at place `(start + i) & mask`
     int64_t start, mask, segments;
@@ -105,7 +105,7 @@ struct FewRows {
     return div_up(p.m, div_up(p.m, fused ? V::kFusedGroup : V::kFewGroup));
   }
 
-  // For up to `m` rows of `x`; null where there is none.
+  // For up to `m` rows of `x`; null if there is none.
   static FewFused fused_kernel(const Problem& p, const Shape& s, int64_t m) {
     if constexpr (V::kFusesFew) {
       if (p.zero_point != nullptr) return nullptr;
@@ -142,7 +142,7 @@ struct FewRows {
         m, [](auto count) -> FewMicro { return few_micro<V::kFewTile, decltype(count)::value>; });
   }
 
-  // What a unit multiplies, and where everything is.
+  // The operands of a unit, and where they are.
   struct Unit {
     const Problem& p;
     const Shape& s;
@@ -158,7 +158,7 @@ struct FewRows {
     FewFused fused;
     bool as_stored;    // whether scales are read as they are stored: side by side, one for each grain
     bool direct;       // and are floats already
-    bool scales_sums;  // with one scale, sums are scaled, not what they are made of
+    bool scales_sums;  // with one scale, sums are scaled, not their terms
     float *decoded, *other, *scales, *sums;
     float one = 1;
 
@@ -223,7 +223,7 @@ struct FewRows {
     const RowScales* scale;
   };
 
-  // Whole segments of a tile, while those that come next are decoded. `ready`: the first segment is decoded.
+  // Whole segments of a tile, while the next ones are decoded. `ready`: the first segment is decoded.
   EQQ_INLINE bool multiply_fused(Unit& u, FewStep& f, const Span& a, int64_t r, bool ready, const float* xs,
                                  float* tile_sums) {
     constexpr int kRows = V::kFewTile;
@@ -285,7 +285,7 @@ struct FewRows {
     }
   }
 
-  // Adds the sums of a tile of `rows` rows up, and writes them from `base` on. `factors`: what they are scaled by.
+  // Adds the sums of a tile of `rows` rows up, and writes them from `base` on. `factors`: their scales.
   EQQ_INLINE void write_sums(const Unit& u, int64_t base, int64_t rows, const float* tile_sums, const float* factors) {
     constexpr int kRows = V::kFewTile;
     const Problem& p = u.p;

@@ -28,7 +28,7 @@ struct Kernels {
     int64_t grain, most;
   };
 
-  // How `x` is packed, and what a unit may have of the weight.
+  // How `x` is packed, and how much of the weight a unit has.
   static Bounds plan_x(const Problem& p, const Shape& s, FloatDetail* d) {
     d->row_blocks = 1;
     d->m_padded = p.m;

@@ -26,13 +26,13 @@ constexpr int64_t kFewBlock = 16;       // rows of the weight for which a piece 
 constexpr int64_t kFewFloats = 8192;    // of that piece
 constexpr int64_t kMostDots = 64;       // rows of the weight in a unit of one row of `x`
 constexpr int64_t kShortRow = 2;        // segments of a row of which what happens once for each row takes longest
-constexpr int64_t kMostRows = 48;       // of the weight in a unit of many rows of `x`: what is decoded stays in L2
+constexpr int64_t kMostRows = 48;       // of the weight in a unit of many rows of `x`: decoded codes stay in L2
 constexpr int64_t kRowBlock = 256;      // rows of `x` for which a decoded tile is used
 
 // Which codes of a segment share a scale.
 enum Mode {
   kOneScale,  // all of a row
-  kUniform,   // those of a vector: blocks of multiples of 64, or of 16 where codes have 8 bits
+  kUniform,   // a scale per vector: blocks of multiples of 64, or of 16 where codes have 8 bits
   kBy32,      // of a plane, runs of 32 and of 16; with 8 bits likewise
   kBy16,
   kAnyBlock  // found by an index for each code
@@ -45,13 +45,13 @@ enum Method { kDot = 0, kFew = 1, kPanels = 2, kTransposed = 3, kMix = 4 };
 
 EQQ_INLINE int64_t aligned(int64_t bytes) { return round_up(bytes, 64); }
 
-// What follows from a problem alone.
+// Properties of a problem.
 struct Shape {
   int64_t planes, codes;    // of a segment: codes that share a byte, and all of them
-  int64_t segments, whole;  // of a row, and those that are not cut short
+  int64_t segments, whole;  // of a row, and the whole ones
   int64_t tail_bytes;       // of the last segment if it is cut short
   int64_t tail;             // floats of the last segment if it is cut short, once it is decoded
-  int64_t padded;           // floats of a row: those of whole segments and of the last
+  int64_t padded;           // floats of a row: in whole segments and the last one
   Mode mode;                // of whole segments
   int64_t grain;            // codes for which there is one scale, once they are expanded: 64, 32 or 16
 };
@@ -85,8 +85,8 @@ EQQ_INLINE Shape shape_of(const Problem& p, int64_t direct) {
   return s;
 }
 
-// What shared memory holds behind a table of 256 floats and the bytes of these, the low ones first, where `V` looks up
-// those: where each code of a segment is, the same in every row, and packed `x`.
+// Shared memory: a table of 256 floats, the bytes of these where `V` looks up bytes, low ones first, where each code of
+// a segment is (the same in every row), and packed `x`.
 struct Shared {
   // Of whole segments in `kAnyBlock`, and then of the last one: the block of each code in the order of decoding, less
   // the first of the segment; and whether it is a code, not padding.

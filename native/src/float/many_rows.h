@@ -37,7 +37,7 @@ struct ManyRows {
           scale[i] = D::whole_scales(p, s, row, segment, scales + (i + 1) * room);
         }
         decode(p, s, shared, row, segment, end, scale[i], origin, scales, decoded + i * kChunkStride);
-        // What comes next: the next piece of this row, or the first of one of the next unit.
+        // Prefetches the next piece of this row, or the first one of the next unit.
         const uint8_t* next = p.codes + (end < s.whole ? row * p.words + end * kSegment
                                                        : min64(row + d.rows, weight + p.n - 1) * p.words);
         for (int64_t j = 0; j < min64(step, s.whole); ++j) V::prefetch(next + j * kSegment);

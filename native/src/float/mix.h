@@ -16,7 +16,7 @@ struct Mix {
   static constexpr int L = V::L;
   static constexpr int kHalves = D::kHalves, kMost = Dots<V>::kMost;
 
-  // Of short rows, such as those of a cache of keys and values, decoding ahead would take longest.
+  // With short rows, such as in a cache of keys and values, decoding ahead would take longest.
   static bool accepts(const Problem& p, const Shape& s) {
     return p.m <= (s.segments <= 4 ? 4 : 1) * V::kMixedRows && s.mode != kAnyBlock &&
            (s.whole == s.segments || s.mode == kOneScale);
@@ -28,7 +28,7 @@ struct Mix {
     int64_t words, count;
     const float *scale, *zero;  // of the segment, `room` floats from row to row
     int64_t room;
-    const float* factor;  // one scale of a plane: those of all rows side by side, `step` from plane to plane
+    const float* factor;  // one scale of a plane: all rows side by side, `step` from plane to plane
     int64_t step;
   };
 

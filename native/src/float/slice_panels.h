@@ -3,7 +3,7 @@
 // The integers are parts of the largest of 1024 numbers of a row. Products of slices are exact, and so are their sums.
 // This is Ozaki's scheme (https://arxiv.org/abs/2306.11975).
 //
-// What is much smaller than the largest keeps few bits. So x is looked at while it is packed. Two slices are tried if
+// A number much smaller than the largest keeps few bits. So x is checked while it is packed. Two slices are tried if
 // the problem is coarse, and three otherwise. Where a number stands out of 1024, these have one more; where four are
 // too little for many, or one is not finite, very large or very small, another kernel multiplies the panel.
 #pragma once
@@ -23,7 +23,7 @@ constexpr int64_t kUnitPanels = 16;  // in a unit, at most
 
 constexpr float kRangeOfX = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
 
-// The largest integer of so many slices, with room for rounding.
+// The largest integer of `slices` slices, with room for rounding.
 constexpr float largest_of(int64_t slices) { return slices == 2 ? 32600 : slices == 3 ? 8355000 : 2139000000; }
 
 // Integers of less than this keep few bits; of less than the second, hardly any.
@@ -65,7 +65,7 @@ struct Magnitudes {
   }
 };
 
-// Those of 16 rows of a chunk.
+// The same for 16 rows of a chunk.
 Magnitudes magnitudes_of(const Problem& p, int64_t at, int64_t first, int64_t count, int64_t rows) {
   Magnitudes all;
   if (p.x_column != 1) {
@@ -123,16 +123,16 @@ struct Span {
         count(min64(kSpan, p.k - first)), magnitudes(magnitudes_of(p, at, first, count, rows)) {}
 };
 
-// Where slices go: the high ones of the first four numbers of all rows, then those of the next four, `group` bytes on;
+// Where slices go: the high slices of the first four numbers of all rows, then of the next four, `group` bytes on;
 // lower ones `slice` bytes on.
 struct Slices {
   uint8_t* to;
   int64_t group, slice;
 };
 
-// Packs a span as `kX` slices, and stores what a part of the largest is in each row. `where(k)` tells where 16 numbers
-// go. `keep(end, sums)` sees sums of the slices up to number `end`, high ones first; if it returns true, they begin
-// anew. Returns whether so many slices are enough.
+// Packs a span as `kX` slices, and stores the unit of the integers of each row. `where(k)` tells where 16 numbers go.
+// `keep(end, sums)` sees sums of the slices up to number `end`, high ones first; if it returns true, they begin anew.
+// Returns whether `kX` slices are enough.
 template <int kX, class Where, class Keep>
 bool pack_slices(const Problem& p, const Span& span, float* scale, const Where& where, const Keep& keep) {
   const F most = _mm512_castsi512_ps(span.magnitudes.most), largest = _mm512_set1_ps(largest_of(kX));
@@ -179,15 +179,15 @@ bool pack_slices(const Problem& p, const Span& span, float* scale, const Where& 
 #pragma GCC unroll 4
     for (int slice = 0; slice < 4; ++slice) sums[slice] = _mm512_setzero_si512();
   }
-  // What is much smaller than the largest keeps few bits. Where that is so of many, or of a block, they may be all that
-  // a row of the weight takes. Of normal numbers a hundredth keeps few bits, and one in 400 hardly any.
+  // A number much smaller than the largest keeps few bits. If many are, or all of a block, a row of the weight may
+  // multiply only such numbers. Of normal numbers a hundredth keeps few bits, and one in 400 hardly any.
   const I count = span.magnitudes.count;
   lost |= _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(count, kX == 2 ? 4 : 3));
   lost |= _mm512_cmpgt_epi32_mask(tiniest, _mm512_add_epi32(_mm512_srli_epi32(count, 6), _mm512_set1_epi32(4)));
   return lost == 0;
 }
 
-// Packs a span by `pack(Count<slices>)`, which tells whether so many are enough. Returns how many are, or 0 if its
+// Packs a span by `pack(Count<slices>)`, which tells whether these are enough. Returns how many are, or 0 if its
 // numbers must not be slices.
 template <class Pack>
 int64_t pack_fewest(const Problem& p, const Span& span, bool short_rows, const Pack& pack) {
@@ -199,7 +199,7 @@ int64_t pack_fewest(const Problem& p, const Span& span, bool short_rows, const P
   return pack(Count<4>()) ? 4 : 0;
 }
 
-// What a unit multiplies: rows of the weight, and panels.
+// The operands of a unit: rows of the weight, and panels.
 struct Extent {
   int64_t batch, first, count, panel, panels;
 
@@ -262,7 +262,7 @@ void multiply_by(const MatmulKernel& kernel, const Problem& part, char* memory) 
     kernel.run(&part, &plan, memory, memory + round_up(plan.shared_bytes, 64), i);
 }
 
-// Has a kernel multiply what is not ordinary: all rows of a unit and its panel `j`, or those for which `odd(n)` holds.
+// Lets a kernel multiply unusual numbers: all rows of a unit and its panel `j`, or the rows for which `odd(n)` holds.
 template <class Odd>
 void multiply_rest(const MatmulKernel& kernel, const Problem& p, const Extent& a, int64_t j, bool ordinary,
                    const Odd& odd, char* memory) {

@@ -5,20 +5,20 @@
 // need no conversion to floats. Sums are exact until a block ends, and are scaled then. So blocks are not very short;
 // few rows of x, whose panels would be mostly empty, transposed products, and other tables are AVX-512's.
 //
-// Codes have no sign: each is its value less the lowest of all. What that is too little is where sums begin.
+// Codes are unsigned: each is its value less the lowest of all. Sums begin with the correction.
 #include "float/slice_panels.h"
 
 namespace {
 
 constexpr int64_t kPiece = 256;      // codes of a row that are decoded and multiplied at a time: they stay in L1
 constexpr int64_t kMostPiece = 512;  // a segment of single bits
-constexpr int64_t kLater = 2;        // pieces until what is fetched is needed
+constexpr int64_t kLater = 2;        // pieces from a prefetch to its use
 constexpr int64_t kUnitRows = 48;    // of the weight in a unit, at most: whole tiles of any number of slices
 constexpr int64_t kFewest = 12;      // rows of x that are worth a panel; with short blocks more:
 constexpr int64_t kFewestOfMany = 25;
 constexpr int64_t kShortest = 32;  // block
 constexpr int64_t kMany = 256;     // rows of x, from which on packing them takes what products save, unless there are
-constexpr int64_t kTall = 2048;    // so many rows of the weight
+constexpr int64_t kTall = 2048;    // rows of the weight that are many
 constexpr int64_t kMostRuns = kMostPiece / kShortest + 2;
 constexpr int64_t kScaleRoom = kSpan / kShortest + 24;  // scales of a row in a span
 constexpr float kRangeOfScales = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
@@ -31,9 +31,9 @@ struct Run {
   int32_t groups, block;
 };
 
-// What all rows of the weight share in a piece.
+// Data of a piece that all rows of the weight share.
 struct Place {
-  int64_t first, blocks;  // those of the span: the first, and how many
+  int64_t first, blocks;  // of the span: the first block, and how many
   int64_t count;          // of runs
   Run runs[kMostRuns];
 };
@@ -204,9 +204,9 @@ struct Tile {
   const int32_t* zeros;
   float *sums, *totals;  // of rows: of the span so far, and of spans before
   bool begins, ends;     // whether the span does
-  const char* next;      // what is fetched meanwhile: lines of eight rows of the weight or more, so far apart
+  const char* next;      // lines to prefetch, of eight rows of the weight or more, and their distance
   int64_t next_row;
-  const char* next_scale;  // and scales of the next span, so far apart, so many bytes
+  const char* next_scale;  // scales of the next span, their distance, and their bytes
   int64_t scale_row, next_scales;
 };
 
@@ -216,7 +216,7 @@ struct Unit {
   const Detail& d;
   const int64_t row, count;  // the first, and how many
   uint8_t *const decoded, *const raw;
-  float* const scales;   // of rows, `kScaleRoom` apart, and the blocks of a span: what an integer is
+  float* const scales;   // the unit of integers, by rows, `kScaleRoom` apart, and blocks of a span
   int32_t* const zeros;  // likewise: what codes are too little
   const int32_t lowest;
   const I table;     // of bytes, in each quarter
@@ -250,7 +250,7 @@ struct Unit {
     }
   }
 
-  // Where the codes of a later piece are: after the last, those of the next rows. One piece is too short for memory.
+  // Where the codes of a later piece are: after the last, codes of the next rows. One piece is too short for memory.
   const char* after(int64_t piece) const {
     const int64_t later = piece + kLater, rows = later < d.pieces ? 0 : count;
     return reinterpret_cast<const char*>(p.codes + (row + rows) * p.words) + later % d.pieces * d.piece * p.bits / 8;

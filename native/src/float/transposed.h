@@ -16,7 +16,7 @@ struct Transposed {
   static constexpr int L = V::L;
 
   // Fetches segments `first` to `last` of a row, and where their scales begin. Inlined, it would take registers of
-  // tiles; and a compiler may drop calls of what does nothing but fetch.
+  // tiles; and a compiler may drop calls of a function that only prefetches.
   static __attribute__((noinline)) void fetch_row(const Problem& p, const Shape& s, int64_t row, int64_t first,
                                                   int64_t last) {
     for (int64_t j = first; j < last; ++j) V::prefetch(p.codes + row * p.words + j * kSegment);

@@ -131,7 +131,7 @@ struct Int8FewRows {
     return by_count<5>(m, [](auto count) -> DotStep { return dot_whole<V::kInt8DotRows, decltype(count)::value>; });
   }
 
-  // Products of a step whose runs are added up as integers, one after the other; those that end are scaled.
+  // Products of a step whose runs are added up as integers, one after the other; a run that ends is scaled.
   static void add_runs(const Problem& p, const Int8Detail& d, const Step& s, DotStep step, Dot& a, int64_t rows,
                        int64_t all, const int32_t* x_sums, float* totals) {
     int32_t* partial = static_cast<int32_t*>(a.sums);

@@ -13,18 +13,17 @@
 #include "core/isa.h"
 
 enum Int8Form {
-  kFloats = 0,    // of the type of y; without `x_scale` that of a row is its absolute maximum / 127, or spans its range
+  kFloats = 0,    // of the type of y; without `x_scale` the scale of a row is its amax / 127, or spans its range
   kSigned = 1,    // int8
-  kUnsigned = 2,  // uint8, 128 more than what they mean
+  kUnsigned = 2,  // uint8, with a bias of 128
 };
 
 typedef struct Int8Problem {
-  Problem p;             // `x_type` is the type of y; no `transpose`; `x_batch` and so on count elements of `form`
-  const float* x_scale;  // (batch, m), of codes, or given to floats; or null
-  const uint8_t*
-      x_zero;      // (batch, m), with `x_scale` of affine rows: codes, without a sign, mean what they are less that
-  int32_t form;    // Int8Form
-  int32_t affine;  // whether rows of x have zero points
+  Problem p;              // `x_type` is the type of y; no `transpose`; `x_batch` and so on count elements of `form`
+  const float* x_scale;   // (batch, m), of codes, or given to floats; or null
+  const uint8_t* x_zero;  // (batch, m), with `x_scale` of affine rows: a value is the unsigned code less this
+  int32_t form;           // Int8Form
+  int32_t affine;         // whether rows of x have zero points
 } Int8Problem;
 
 typedef struct Int8Kernel {
@@ -33,5 +32,5 @@ typedef struct Int8Kernel {
   void (*run)(const Int8Problem*, const Plan*, const void* shared, void* own, int64_t unit);
 } Int8Kernel;
 
-// What is wrong with a problem, as a sentence in `text`; or null.
+// The error of a problem, as a sentence in `text`; or null.
 const char* check_int8(const Int8Problem& problem, char* text, size_t room);

@@ -1,8 +1,8 @@
 // The product of integers: which method takes a problem, and how it is divided.
 //
-// With groups of four, codes of the weight are bytes without a sign, as they lie in memory, and those of `x` have one.
-// The bias `lowest - zero_point` of each code is corrected with the sum of `x`, from which sums of a run begin. So
-// results are those of integers, to the bit. With groups of two the weight's values are exact.
+// With groups of four, codes of the weight are unsigned bytes, as they lie in memory, and codes of `x` are signed. The
+// bias `lowest - zero_point` of each code is corrected with the sum of `x`, from which sums of a run begin. So results
+// equal integer arithmetic, to the bit. With groups of two the weight's values are exact.
 #pragma once
 
 #include "int8/few_rows.h"

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kUnitRows = 48;       // of the weight in a unit, at most
 constexpr int64_t kInt8RowBlock = 256;  // rows of `x` for which decoded rows are used
-constexpr int64_t kAhead = 2048;        // bytes of the weight: what is fetched before it is needed
+constexpr int64_t kAhead = 2048;        // bytes of the weight to prefetch
 constexpr int64_t kNear = 4096;         // bytes ahead that have room in L1
 constexpr int64_t kLargeRun = 512;      // codes of a run, from which on its lanes are added up as integers
 

@@ -23,7 +23,7 @@ struct Panel {
   const int32_t* weights;  // for rows and runs: sums of the weight in this step
   const float* scale;      // for rows and runs, `kRunRoom` apart
   float* sums;             // results so far, a row of the tile after the other
-  int32_t* partial;        // those of runs that have not ended, likewise
+  int32_t* partial;        // sums of runs that have not ended, likewise
 };
 
 template <class V>
@@ -34,7 +34,7 @@ struct Int8ManyRows {
   using F = typename V::F;
   static constexpr int L = V::L;
 
-  // GCC would have a pointer for each row, and keep sums of all runs in registers: it has not so many.
+  // GCC would have a pointer for each row, and keep sums of all runs in registers, which are too few.
   template <typename T>
   EQQ_INLINE void hide(T*& p) {
     __asm__("" : "+r"(p));
@@ -141,8 +141,8 @@ struct Int8ManyRows {
     }
   }
 
-  // Memory that results will be written over, of some rows of the weight and of x: stores to so many places do not
-  // fetch it in time.
+  // Prefetches the memory of results, of some rows of the weight and of x: stores to many places do not fetch it in
+  // time.
   static void fetch_results(const Problem& p, int64_t at, int64_t count, int64_t lanes) {
     const int64_t item = p.x_type == kFloat32 ? 4 : 2;
     const char* y = static_cast<const char*>(p.y) + at * item;

@@ -16,7 +16,7 @@ struct Int8OneRow {
 
   static constexpr int64_t kScaleCodes = 4096;  // of a row, whose scales are decoded at a time
 
-  // Whether all vectors of codes are of whole blocks, or parts of them, and those have sums by lanes.
+  // Whether all vectors of codes are whole blocks or parts of one, with sums by lanes.
   EQQ_INLINE bool in_registers(const Int8Problem& q, const Runs& r) {
     const Problem& p = q.p;
     if (!V::kInRegisters || q.affine || p.m != 1 || r.per_block != 1) return false;

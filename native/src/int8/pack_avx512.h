@@ -31,7 +31,7 @@ typename X::Row row_at(const Int8Problem& q, int64_t m, const void* x) {
                    _mm512_reduce_max_ps(_mm512_max_ps(high[0], high[1])));
 }
 
-// The same of `rows` floats across, each a lane of what lies side by side.
+// The same of `rows` floats across, each a lane of adjacent floats.
 template <class X, int kType>
 void rows_at(const Int8Problem& q, int64_t m, const void* x, int64_t rows, typename X::Row* out) {
   const bool ranges = q.affine && X::finds_scales(q);
@@ -51,12 +51,12 @@ void rows_at(const Int8Problem& q, int64_t m, const void* x, int64_t rows, typen
   for (int64_t i = 0; i < rows; ++i) out[i] = X::row_of(q, m + i, mosts[i], lows[i], highs[i]);
 }
 
-// How a row is brought to codes, or that of each lane. Products with the inverse of the scale are rounded as quotients
-// are, but for those so near the middle of two integers that the quotient may be on its other side: some units in the
-// last place of 256.
+// How a row, or the row of each lane, is quantized. Products with the inverse of the scale round as quotients do,
+// except so near the middle of two integers that the quotient may be on the other side: some units in the last place of
+// 256.
 struct Quantizer {
   F scale, inverse, zero;
-  I flip;      // of 16 bits: what codes without a sign are less those with one
+  I flip;      // of 16 bits: unsigned codes less signed ones
   bool exact;  // whether there is an inverse
 };
 
@@ -67,10 +67,10 @@ EQQ_INLINE Quantizer quantizer(F scale, F zero, bool affine) {
   return {scale, inverse, zero, _mm512_set1_epi16(affine ? 128 : 0), (large & small) == 0xffff};
 }
 
-// Far beyond the last code, but an integer: without this one that is too large becomes the least.
+// Far beyond the last code, but an integer: without it a value that is too large becomes the least.
 EQQ_INLINE F below(F v) { return _mm512_min_ps(v, _mm512_set1_ps(1000)); }
 
-// 64 floats as bytes, of which `count` are real: those of vector `j` are in the `j`th group of each quarter.
+// 64 floats as bytes, of which `count` are real: vector `j` is in the `j`th group of each quarter.
 EQQ_INLINE I quantize(const Quantizer& q, const F* values, int64_t count) {
   I codes[4];
   F middle = _mm512_setzero_ps();  // how far they are from integers, at most
@@ -168,7 +168,7 @@ void pack(const Int8Problem& q, const Runs& r, const Packed& a, const Each& each
         square[i] = _mm512_setzero_ps();
         if (i >= rows || count <= 0) continue;
         const int64_t start = i * p.x_row + from * p.x_column;
-        if (fetches)  // of the next panel: what has many streams is not fetched by itself
+        if (fetches)  // of the next panel: hardware does not prefetch so many streams
           for (int64_t j = 0; j < 64 * item; j += 64) _mm_prefetch(x + (start + 16 * p.x_row) * item + j, _MM_HINT_T1);
         if (kFloatsHere) {
           if (!(coded >> i & 1)) continue;
@@ -214,7 +214,7 @@ struct Int8Pack {
                    uint8_t* out) {
     pack_rows<X>(q, r, {batch, first, 0, 1, true, scales, shifts, out}, [](int64_t, int64_t) {});
   }
-  // Sums of the runs of a panel, times a factor; those of a run are `stride` behind those of the one before.
+  // Sums of the runs of a panel, times a factor; the sums of a run are `stride` behind those of the previous one.
   static void run_sums(const Runs& r, int32_t factor, const uint8_t* x, int64_t stride, int32_t* out) {
     for (int64_t run = 0; run < r.count; ++run, out += stride) {
       I sum = V::zero_int();

@@ -42,7 +42,7 @@ struct Int8Prepare {
       scales[m] = all[i].scale;
       shifts[m] = all[i].shift;
     }
-    // Some codes of all rows, and then the next: so what is written stays in L1.
+    // Some codes of all rows, and then the next, so that stores stay in L1.
     for (int64_t run = 0; run < r.count; ++run) {
       const int64_t length = run_length(r, p.k, run), start = run_start(r, run);
       for (int64_t i = 0; i < rows; ++i) sums[run * d.m_padded + first + i] = 0;

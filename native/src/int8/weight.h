@@ -1,4 +1,4 @@
-// Rows of the weight as they are multiplied, a step at a time, with scales and with what their codes are off.
+// Rows of the weight as they are multiplied, a step at a time, with scales and biases of codes.
 #pragma once
 
 #include "int8/layout.h"
@@ -24,8 +24,8 @@ struct Int8Weight {
   // Vectors of sums by lanes in a row of `x`.
   EQQ_INLINE int64_t lane_vectors(const Runs& r) { return row_codes(r) / max64(min64(r.size, row_codes(r)), kCodes); }
 
-  // A step of a row as the kernels multiply it. What is beyond the end of a run may be anything, since `x` is zero
-  // there. `direct`: it may be the weight itself. `out` and `room` have `kStepRoom` bytes.
+  // A step of a row as the kernels multiply it. Bytes beyond the end of a run may be anything, since `x` is zero there.
+  // `direct`: it may be the weight itself. `out` and `room` have `kStepRoom` bytes.
   static const uint8_t* decode(const Problem& p, const Runs& r, const Integers& v, const Step& s, int64_t row,
                                const int32_t* offset, bool direct, uint8_t* room, uint8_t* out) {
     const int64_t from = step_start(r, s), last = s.run + s.runs - 1;
@@ -54,7 +54,7 @@ struct Int8Weight {
     for (int64_t i = 0; i < count; ++i) out[i] = static_cast<int16_t>(codes[i] + offset);
   }
 
-  // What the codes of blocks `first` to `last` are off.
+  // The biases of the codes of blocks `first` to `last`.
   static void offsets(const Problem& p, const Integers& v, int64_t row, int64_t first, int64_t last, int32_t* out) {
     unpack_zero_points(p, row, first, last, out);
     for (int64_t i = 0; i < last - first; ++i) out[i] = v.lowest - out[i];

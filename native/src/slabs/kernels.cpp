@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kMostCodes = 512;   // of a segment
-constexpr int64_t kAhead = 4096;  // bytes to what is fetched meanwhile
+constexpr int64_t kAhead = 4096;  // bytes to the prefetched codes
 
 // Unpacks one part of the codes of a segment, shifted to its place. `out` has room for a plane more than they need;
 // bytes up to `limit` can be read.
@@ -18,7 +18,7 @@ EQQ_INLINE const uint8_t* unpack_part(const uint8_t* bytes, const uint8_t* limit
   for (; count >= kPlane * kPlanes; count -= kPlane * kPlanes, bytes += kPlane, out += kPlane * kPlanes)
     unpack_segment<kBits>(bytes, kPlane, shift, out);
   if (count <= 0) return bytes;
-  // The planes are short, and each writes over what is too much of the one before.
+  // The planes are short, and each writes over the excess of the previous one.
   const int64_t plane = div_up(count * kBits, 8);
   if (limit - bytes >= kPlane) {
     unpack_segment<kBits>(bytes, plane, shift, out);
@@ -69,7 +69,7 @@ EQQ_INLINE void unpack_last(const uint8_t* bytes, const uint8_t* limit, int64_t 
 }
 
 // Codes `first` to `last` of some rows of `length`, where `first` begins a segment: `step` codes from row to row. `out`
-// has room for a plane more, and `limit` is the end of what can be read.
+// has room for a plane more, and `limit` is the end of readable memory.
 template <int kBits>
 EQQ_INLINE void unpack_rows(const uint8_t* packed, const uint8_t* limit, int64_t length, int64_t first, int64_t last,
                             int64_t rows, uint8_t* out, int64_t step) {
@@ -168,7 +168,7 @@ void scales_of_rows(const Problem* problem, bool offsets, bool consecutive, int6
     for (int64_t i = 0; i < rows; ++i) EQQUANT_ISA::decode_scales(&p, row + i, first, last, out + i * width);
     return;
   }
-  // Those of all rows, which lie one after the other.
+  // The same for all rows, which lie one after the other.
   p.blocks = p.scale_blocks;
   EQQUANT_ISA::decode_scales(&p, row, 0, rows * p.scale_blocks, room);
   const uint8_t *packed = p.scale_codes + row * p.scale_words, *limit = p.scale_codes + rows_of(p) * p.scale_words;

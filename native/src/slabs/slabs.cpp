@@ -33,21 +33,21 @@ int code_of(const Problem& q, int64_t row, int64_t k) {
 Slabs::Slabs(const Problem& p, int64_t threads) {
   needed_ = is_split(p.bits) || p.scale_codes != nullptr || p.offset != nullptr;
   if (!needed_) return;
-  // Packed zero points are those of whole rows.
+  // Packed zero points are packed by whole rows.
   joins_ = is_split(p.bits) || (p.transpose && p.zero_point != nullptr && p.bits < 8);
   decodes_ = p.transpose || p.scale_codes != nullptr || p.offset != nullptr;
 
   const int64_t codes = int64_t{1} << p.bits;
   if (p.offset != nullptr && p.values <= kValueInteger) {
-    // The middle of the table becomes a part of the offsets: large parts that cancel would cost the sum its digits.
+    // The middle of the table becomes a part of the offsets: large terms that cancel would cost the sum its precision.
     double sum = 0;
     for (int64_t i = 0; i < codes; ++i) sum += p.table[i];
     middle_ = std::isfinite(sum) ? static_cast<float>(sum / static_cast<double>(codes)) : 0;
-    // Kernels compute integers faster than they look them up. Of those next to the middle the upper one is nearer to
-    // the code of zero, where an offset is the end of a block that is farther from zero (MLX).
+    // Kernels compute integers faster than they look them up. Of the two integers next to the middle the upper one is
+    // nearer to the code of zero, where an offset is the end of a block that is farther from zero (MLX).
     if (p.values == kValueInteger) middle_ = ceilf(middle_);
   }
-  // Kernels take the range of values from the table, so codes of a byte that do not occur stand for one that does.
+  // Kernels take the range of values from the table, so unused codes of a byte repeat the value of a used one.
   for (int64_t i = 0; i < 256; ++i) table_[i] = p.table[min64(i, codes - 1)] - middle_;
 
   for (int64_t i = 1; p.scale_codes != nullptr && i < int64_t{1} << p.scale_bits; ++i)
@@ -70,7 +70,7 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
 
   const int64_t rows = p.transpose ? p.n : size_, columns = p.transpose ? size_ : p.k;
   const int64_t some = min64(p.blocks, p.transpose ? div_up(columns, p.block_size) + 1 : p.blocks);
-  // Each with room for what a last vector writes too much.
+  // Each with room for the excess of a last vector.
   const auto room_for = [](bool needed, int64_t bytes) { return needed ? aligned(bytes) + 64 : 0; };
   zeros_ = room_for(joins_, rows * columns);
   scales_ = zeros_ + room_for(joins_ && p.zero_point != nullptr, rows * some);

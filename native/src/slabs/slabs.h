@@ -1,30 +1,29 @@
 // Weights that kernels cannot read as they are: codes of 3, 5, 6 or 7 bits, which lie in several bytes; scales that are
 // codes with scales of their own; offsets of blocks.
 //
-// Such a weight is multiplied a slab at a time, some rows, or some columns where the product is transposed. What is
-// packed or nested in it is brought to bytes and floats in the memory of the thread, and stays in the cache. Then the
-// kernel of the instruction set multiplies the slab, a weight like any other. Offsets are a product of their own, with
-// sums of blocks of x, which is added to the result. All slabs meet the same packed x.
+// Such a weight is multiplied a slab at a time, some rows, or some columns where the product is transposed. Its packed
+// codes and nested scales become bytes and floats in the memory of the thread, and stay in the cache. Then the kernel
+// of the instruction set multiplies the slab, a weight like any other. Offsets are a product of their own, with sums of
+// blocks of x, which is added to the result. All slabs meet the same packed x.
 #pragma once
 
 #include "core/isa.h"
 #include "int8/int8.h"
 
-// What happens to a slab besides, compiled for some instruction sets. Codes and blocks are those `first` to `last` of
-// each of some rows, which lie without gaps in `out`; a vector more may be written there.
+// Kernels for slabs, compiled for some instruction sets. They take codes or blocks `first` to `last` of each of some
+// rows, which lie without gaps in `out`; a vector more may be written there.
 typedef struct SlabKernel {
   // Codes as bytes. `first` begins a segment.
   void (*join)(const Problem*, int64_t row, int64_t rows, int64_t first, int64_t last, uint8_t* out);
   // Zero points as bytes.
   void (*zeros)(const Problem*, int64_t row, int64_t rows, int64_t first, int64_t last, uint8_t* out);
-  // Scales times that of the row, or offsets. `consecutive`: the table of their codes is integers, each one more than
-  // the last. `room` has a float for each `scale` of these rows, if scales are codes.
+  // Scales times the scale of the row, or offsets. `consecutive`: the table of their codes is integers, each one more
+  // than the last. `room` has a float for each `scale` of these rows, if scales are codes.
   void (*scales)(const Problem*, bool offsets, bool consecutive, int64_t row, int64_t rows, int64_t first, int64_t last,
                  float* out, float* room);
   // Sums of the blocks of row `m` of x.
   void (*sums)(const Problem*, int64_t batch, int64_t m, float* out);
-  // Adds products with the offsets of a slab, a problem of one batch, to its results. `sums` are those of all rows of
-  // x.
+  // Adds products with the offsets of a slab, a problem of one batch, to its results. `sums` belong to all rows of x.
   void (*add)(const Problem* slab, const float* offsets, const float* sums);
   // The same, transposed. `room` has a float for each block.
   void (*add_transposed)(const Problem* slab, const float* offsets, float* room);

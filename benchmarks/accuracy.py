@@ -83,32 +83,34 @@ def words(
 
 
 def quantize_nearest(
-    format: eqq.AbstractFormat, method: eqq.AbstractMethod | None = None
+    format: eqq.extend.AbstractFormat, method: eqq.extend.AbstractMethod | None = None
 ) -> Callable[["EvaluationData"], Any]:
     return lambda data: eqq.quantize_tree(data.model, format, method=method)
 
 
 def quantize_after_awq(
-    format: eqq.AbstractFormat, method: eqq.AbstractScaleMethod
+    format: eqq.extend.AbstractFormat, method: eqq.extend.AbstractScaleMethod
 ) -> Callable[["EvaluationData"], Any]:
     """AWQ, whose factors every weight keeps: nothing in this model takes them."""
 
     def start(data: "EvaluationData") -> Any:
-        smoothed = eqq.smooth(data.model, eqq.AWQ(data.stats(), format, method=method))
+        smoothed = eqq.transforms.smooth(data.model, eqq.transforms.AWQ(data.stats(), format, method=method))
         return eqq.quantize_tree(smoothed, format, method=method)
 
     return start
 
 
 def quantize_gptq(
-    linear: eqq.AbstractFormat, word_rules: Mapping[str, Any], inner: Any = None
+    linear: eqq.extend.AbstractFormat, word_rules: Mapping[str, Any], inner: Any = None
 ) -> Callable[["EvaluationData"], Any]:
     rules = {**word_rules, "*": linear}
     return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.GPTQ(data.stats(), method=inner))
 
 
 def quantize_learned(
-    linear: eqq.AbstractFormat, word_rules: Mapping[str, Any], more: Mapping[str, eqq.AbstractFormat] | None = None
+    linear: eqq.extend.AbstractFormat,
+    word_rules: Mapping[str, Any],
+    more: Mapping[str, eqq.extend.AbstractFormat] | None = None,
 ) -> Callable[["EvaluationData"], Any]:
     """`more` are formats of the layers that lose most for each byte, which `plan_minilm.py` found."""
     rules = {**word_rules, **{f"*.{name}.weight": format for name, format in (more or {}).items()}, "*": linear}
@@ -126,7 +128,7 @@ def quantize_in_order(
 
 
 def quantize_activations_too(
-    weights: eqq.AbstractFormat, activations: Any, method: Any = eqq.MSE, *, rotated: bool = False
+    weights: eqq.extend.AbstractFormat, activations: Any, method: Any = eqq.MSE, *, rotated: bool = False
 ) -> Callable[["EvaluationData"], Any]:
     """`activations` is a format, or a calibrator that finds one scale for all inputs."""
 
@@ -136,7 +138,7 @@ def quantize_activations_too(
             calibrated = eqq.calibrate.collect_stats(
                 data.model, data.calibrate_on, apply=tokens, calibrator=activations
             )
-        rules = {"embeddings.*": eqq.Int8(), "*": eqq.Use(weights, method(data.stats(rotated)))}
+        rules = {"embeddings.*": eqq.Int8(), "*": eqq.QuantConfig(weights, method(data.stats(rotated)))}
         return eqq.quantize_tree(data.rotate_model() if rotated else data.model, rules, activations=calibrated)
 
     return start
@@ -223,7 +225,7 @@ class EvaluationData:
 
     @ft.cache
     def rotate_model(self) -> Any:
-        return eqq.rotate(self.model)
+        return eqq.transforms.rotate(self.model)
 
     @ft.cache
     def stats(self, rotated: bool = False) -> Any:

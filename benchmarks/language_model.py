@@ -125,7 +125,7 @@ class Bench:
         same = jnp.argmax(self.expected, -1) == jnp.argmax(logits, -1)
         return Measured(bits / told.size, bits / self.nbytes, float(divergence.mean()), float(same.mean()))
 
-    def quantize(self, format: eqq.AbstractFormat, method: str) -> Llama:
+    def quantize(self, format: eqq.extend.AbstractFormat, method: str) -> Llama:
         if method == "GPTQ":
             return eqq.quantize_sequentially(self.model, self.calibration, format, METHODS[method], apply=logits_of)
         return eqq.quantize_tree(self.model, format, method=METHODS[method])

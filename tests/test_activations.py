@@ -188,7 +188,7 @@ def test_explains(getkey):
     "w_format", [eqq.Int8(), eqq.Int8(symmetric=False), eqq.Int4(None), eqq.Int4(64, symmetric=False)]
 )
 def test_a_single_row_does_not_widen_the_weight(getkey, x_format, w_format):
-    w = eqq.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (512, 256)), w_format), x_format)
+    w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (512, 256)), w_format), x_format)
     product = jax.jit(ft.partial(eqq.matmul, implementation="xla"))
     text = product.lower(jnp.ones((1, 256)), w.T).compile().as_text()
     wide = re.findall(r"= [sf]32\[([\d,]+)\]", text)
@@ -237,7 +237,7 @@ def test_gradients_pass_straight_through(getkey):
 @pytest.mark.parametrize("x_format", ["int8", "fp8"])
 def test_rows_that_are_not_finite(getkey, x_format, static):
     q = eqq.quantize(weights(getkey(), (24, 96)), "int8")
-    a = eqq.ActivationQuantizedArray(q, x_format, *([0.1] if static else []))
+    a = eqq.arrays.ActivationQuantizedArray(q, x_format, *([0.1] if static else []))
     x = weights(getkey(), (4, 96)).at[0, 3].set(jnp.nan).at[1, 4].set(jnp.inf).at[2].set(0)
     y = np.asarray(x @ a.T)
     assert np.isnan(y[:2]).all() and (y[2] == 0).all() and np.isfinite(y[3]).all()

@@ -248,9 +248,9 @@ def test_names_of_gguf():
     metadata = lambda fields: {key.replace("__", "."): value for key, value in fields.items()}
     with_metadata = lambda **fields: dataclasses.replace(checkpoint, metadata=metadata(fields))
     with pytest.raises(ValueError, match="must say how many heads it has"):
-        ready.of(with_metadata(general__architecture="llama"))
+        ready.detect(with_metadata(general__architecture="llama"))
     w = jnp.arange(64.0 * 8).reshape(64, 8)
-    llama = ready.of(
+    llama = ready.detect(
         with_metadata(general__architecture="llama", llama__attention__head_count=4, llama__attention__head_count_kv=2)
     )
     model = {"layers": [{"attention": {"q": linear(64, 8), "k": linear(64, 8), "v": linear(64, 8)}}]}
@@ -258,10 +258,10 @@ def test_names_of_gguf():
     for x, heads in (("q", 4), ("k", 2)):
         assert eqx.tree_equal(loaded[x]["weight"], ready.rotary_halves(heads)(w))
     assert eqx.tree_equal(loaded["v"]["weight"], w)
-    qwen = ready.of(with_metadata(general__architecture="qwen2"))
+    qwen = ready.detect(with_metadata(general__architecture="qwen2"))
     loaded = eqq.io.load_into(model, {f"blk.0.attn_{x}.weight": w for x in "qkv"}, qwen)["layers"][0]["attention"]
     assert eqx.tree_equal(loaded["q"]["weight"], w)
-    gemma = ready.of(with_metadata(general__architecture="gemma2"))
+    gemma = ready.detect(with_metadata(general__architecture="gemma2"))
     loaded = eqq.io.load_into({"norm": {"weight": zeros(3)}}, {"output_norm.weight": jnp.ones(3)}, gemma)
     np.testing.assert_array_equal(loaded["norm"]["weight"], 0)
 

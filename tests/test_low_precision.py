@@ -109,9 +109,9 @@ def test_a_batch_of_weights(getkey):
         np.testing.assert_allclose(got, jnp.stack(expected), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jax.vmap(product)(w, x, dy)[0], together[0], rtol=1e-5, atol=1e-6)
     # One input for many weights, and per-example gradients.
-    one_token = jax.vmap(lambda w: eqq.LowPrecisionArray(w, "int8", "int8") @ x[0, 0])(w)
+    one_token = jax.vmap(lambda w: eqq.arrays.LowPrecisionArray(w, "int8", "int8") @ x[0, 0])(w)
     np.testing.assert_allclose(
-        one_token[1], eqq.LowPrecisionArray(w[1], "int8", "int8") @ x[0, 0], rtol=1e-5, atol=1e-6
+        one_token[1], eqq.arrays.LowPrecisionArray(w[1], "int8", "int8") @ x[0, 0], rtol=1e-5, atol=1e-6
     )
 
 

@@ -84,7 +84,7 @@ def test_bytes(getkey):
     rows = 24 * (32 + 4)  # codes and a scale of each row
     product_bytes = 24 * (128 + 4) + 2 * rows
     assert count(eqq.checkpoint_quantized(block, policy=DOTS)) < 2 * (rows + product_bytes)
-    assert count(jax.checkpoint(lambda x: block(x))) == 0 and eqq.residual_nbytes(lambda x: 2 * x, x) <= 4
+    assert count(jax.checkpoint(lambda x: block(x))) == 0 and eqq.analysis.residual_nbytes(lambda x: 2 * x, x) <= 4
 
 
 def test_parameters_are_not_rounded(getkey):

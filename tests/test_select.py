@@ -50,9 +50,9 @@ def test_products(getkey, stack):
         close(x @ q.T, x @ w.T)
         close(q @ x[0], w @ x[0])
         close(z @ q, z @ w)
-    multiply_layer = jax.jit(lambda stack, index: eqq.select(stack, index) @ x.T)
+    multiply_layer = jax.jit(lambda stack, index: eqq.take_layer(stack, index) @ x.T)
     close(multiply_layer(stack, 2), dense[2] @ x.T)
-    assert np.array_equal(eqq.select(stack, 1).dequantize(), dense[1])
+    assert np.array_equal(eqq.take_layer(stack, 1).dequantize(), dense[1])
 
 
 @pytest.mark.parametrize("stack", ["double", "offsets", "transposed"], indirect=True)

@@ -116,21 +116,21 @@ def test_outputs_stay(model, stats, name):
 @pytest.mark.long
 def test_stacks(stats):
     stacked = Stacked(jr.key(0))
-    stack_stats = eqq.calibrate.collect_stats(stacked, [XS], gram=True)
+    stack_stats = eqq.calibrate.collect_stats(stacked, [inputs()], gram=True)
     rules = {key.replace(".{n}", ""): value.replace(".{n}", "") for key, value in FOLD.items()}
     model = Model(jr.key(0))
     for name in ("smooth", "awq"):
         both = (
-            eqq.smooth(stacked, methods(stack_stats)[name], fold=rules),
-            eqq.smooth(model, methods(stats)[name], fold=FOLD),
+            eqq.transforms.smooth(stacked, methods(stack_stats)[name], fold=rules),
+            eqq.transforms.smooth(model, methods(stats)[name], fold=FOLD),
         )
         for n in range(2):
             close(both[0].layers.down.weight[n], both[1].layers[n].down.weight, 1e-4)
             close(both[0].layers.norm.bias[n], both[1].layers[n].norm.bias, 1e-4)
-        close(run(both[0], XS), run(stacked, XS))
-    kept = eqq.smooth(stacked, methods(stack_stats)["smooth"])
-    close(run(kept, XS), run(stacked, XS))
-    close(run(eqq.quantize_tree(kept, "int8"), XS), run(stacked, XS), 0.05)
+        close(run(both[0], inputs()), run(stacked, inputs()))
+    kept = eqq.transforms.smooth(stacked, methods(stack_stats)["smooth"])
+    close(run(kept, inputs()), run(stacked, inputs()))
+    close(run(eqq.quantize_tree(kept, "int8"), inputs()), run(stacked, inputs()), 0.05)
 
 
 def test_smoothquant_is_the_formula(model, stats):

@@ -312,7 +312,7 @@ class IQ4_NL(_AbstractIQ4):
 
 
 class IQ4_XS(_AbstractIQ4):
-    r"""GGUF's IQ4_XS: the levels of [`eqquant.IQ4_NL`][], in 4.25 bits per weight.
+    r"""GGUF's IQ4_XS: the levels of [`eqquant.formats.IQ4_NL`][], in 4.25 bits per weight.
 
     Scales have six bits.
 

@@ -26,7 +26,7 @@ def choose_by_blocks(
 ) -> tuple[Scales, ZeroPoints]:
     """Cuts rows into blocks and chooses the scale and zero point of each.
 
-    For your own [`eqquant.AbstractMethod`][].
+    For your own [`eqquant.extend.AbstractMethod`][].
 
     !!! Example
 
@@ -40,7 +40,7 @@ def choose_by_blocks(
         called for whole blocks, and again for a shorter last block.
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
     - `format`: the format to quantize to.
-    - `chunk`: as for [`eqquant.AbstractMethod.quantize_rows`][].
+    - `chunk`: as for [`eqquant.extend.AbstractMethod.quantize_rows`][].
 
     **Returns:**
 

@@ -33,7 +33,7 @@ encode_p = jax.extend.core.Primitive("encode")
 
 def quantize_packed(
     method: AbstractMethod, rows: Float[Array, "*batch length"], format: AbstractFormat, chunk: int | None
-) -> Encoded | None:
+) -> EncodedRows | None:
     """Returns the result of `method.quantize_rows` with packed codes.
 
     `None` for a method that finds codes itself.

@@ -14,7 +14,7 @@ from .absmax import AbsMax
 from .base import AbstractMethod, AbstractScaleMethod
 from .choose import Rows, ZeroPoints
 from .gram import check_gram, gram_of, HIGHEST, map_layers, WIDTH
-from .grid import decode_by, encode_by, Encoded, Grid, store
+from .grid import decode_by, encode_by, EncodedRows, Grid, store
 from .inputs import Inputs
 
 
@@ -100,7 +100,7 @@ class GPTQ(AbstractMethod):
         factor = lambda gram: _factor(gram, self.damping, self.order)
         find_codes = lambda factor, columns, grid: _find_codes(factor, columns, grid, format)
         codes = map_layers(factor, find_codes, gram, chunk, rows, grid)
-        return Encoded(codes, scale_bits, grid.zero_point, offset_bits)
+        return EncodedRows(codes, scale_bits, grid.zero_point, offset_bits)
 
     def _choose_scales(
         self, rows: Rows, gram: Array, format: AbstractFormat, chunk: int | None

@@ -16,7 +16,7 @@ from .choose import check_scales, choose_by_blocks, choose_by_parts, mark, Rows,
 from .stochastic import move_stochastically
 
 
-class Encoded(NamedTuple):
+class EncodedRows(NamedTuple):
     """The result of a method: a code for each value, with the scales and zero points.
 
     Codes are `(*batch, length)`.
@@ -139,7 +139,7 @@ def load_grid(
 def store_scale(scale: Scales, format: AbstractFormat) -> ScaleBits:
     """Returns scales or offsets as the format stores them.
 
-    Their bits, or an `Encoded` if it quantizes its scales.
+    Their bits, or an `EncodedRows` if it quantizes its scales.
     """
     if format.scale_format is None:
         return scale_to_bits(scale, format.scale_dtype)
@@ -203,7 +203,7 @@ def encode_rows(
     *,
     key: PRNGKeyArray | None = None,
     chunk: int | None = None,
-) -> Encoded:
+) -> EncodedRows:
     """Encodes values with given scales.
 
     Rounds to the nearest codes, or with `key` stochastically.
@@ -236,7 +236,7 @@ def encode_by_chunks(
     format: AbstractFormat,
     key: PRNGKeyArray | None = None,
     chunk: int | None = None,
-) -> Encoded:
+) -> EncodedRows:
     """Encodes values by the results of `store`.
 
     The scale of every block that is not finite is NaN.
@@ -250,7 +250,7 @@ def encode_by_chunks(
             return codes
         return move_stochastically(codes, values, format, _uniform_by_row(key, first, values.shape))
 
-    return Encoded(map_chunks(encode, chunk, rows, grid), scale_bits, grid.zero_point, offset_bits)
+    return EncodedRows(map_chunks(encode, chunk, rows, grid), scale_bits, grid.zero_point, offset_bits)
 
 
 def decode_rows(encoded: EncodedRows, format: AbstractFormat) -> Float32[Array, "*batch length"]:
@@ -258,7 +258,7 @@ def decode_rows(encoded: EncodedRows, format: AbstractFormat) -> Float32[Array, 
 
     **Arguments:**
 
-    - `encoded`: a result of [`eqquant.encode_rows`][].
+    - `encoded`: a result of [`eqquant.extend.encode_rows`][].
     - `format`: the format of the codes.
 
     **Returns:**

@@ -182,7 +182,7 @@ class _Groups(eqx.Module):
 
 def _choose_two_levels(
     rows: Rows, scale: Scales, offset: Scales | None, format: AbstractFormat, nested: AbstractFormat
-) -> tuple[Encoded, Encoded | None]:
+) -> tuple[EncodedRows, EncodedRows | None]:
     """Returns stored scales and offsets near the given ones, of the least error found."""
     block, share = format.block_size if isinstance(format.block_size, int) else rows.shape[-1], nested.block_size
     blocks = num_blocks(rows.shape[-1], format.block_size)

@@ -15,7 +15,7 @@ from .base import AbstractMethod
 from .choose import Rows
 from .gptq import GPTQ
 from .gram import check_gram, gram_of, HIGHEST, map_layers, WIDTH
-from .grid import decode_by, encode_by, Encoded, Grid, load_grid
+from .grid import decode_by, encode_by, EncodedRows, Grid, load_grid
 from .inputs import Inputs
 from .mse import MSE
 

@@ -1,6 +1,6 @@
 """Pairs of layers that factors can move between, and rotations, for families of models.
 
-They are for `eqq.smooth` and `eqq.rotate`.
+They are for `eqq.transforms.smooth` and `eqq.transforms.rotate`.
 """
 
 from .folds import FoldInto, Folds, ResidualStream, Rotations
@@ -9,8 +9,8 @@ from .folds import FoldInto, Folds, ResidualStream, Rotations
 def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Folds:
     """Returns the pairs of Llama and its relatives, by the paths of `io.names.llama`.
 
-    For [`eqquant.smooth`][]: norms, which feed projections; values, which feed the output of attention; and `up`, which
-    feeds `down` after a product with the gate.
+    For [`eqquant.transforms.smooth`][]: norms, which feed projections; values, which feed the output of attention; and
+    `up`, which feeds `down` after a product with the gate.
 
     !!! Example
 
@@ -39,7 +39,8 @@ def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layer
 def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Rotations:
     """Returns the rotations of Llama and its relatives that cost nothing.
 
-    By the paths of [`eqquant.io.names.llama`][], for [`eqquant.rotate`][]: the residual stream, and the heads of values
+    By the paths of [`eqquant.io.names.llama`][], for [`eqquant.transforms.rotate`][]: the residual stream, and the
+    heads of values
     with the outputs of attention. Only `down` remains, which takes a product of two layers and rotates online.
 
     A model that multiplies by its embedding to get logits needs a head of its own, because the last norm's gains move
@@ -73,7 +74,7 @@ def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "l
 def bert_pairs(*, layers: str = "layers.{n}") -> Folds:
     """Returns the pairs of BERT, by the paths of [`eqquant.io.names.bert`][].
 
-    For [`eqquant.smooth`][].
+    For [`eqquant.transforms.smooth`][].
 
     There is one: values, which feed the output of attention. A norm of BERT feeds a residual sum too, and GELU stands
     between `up` and `down`.

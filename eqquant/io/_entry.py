@@ -46,9 +46,9 @@ class Entry:
     - `kind`: a JAX array, a NumPy array, a NumPy scalar, a PRNG key, a quantized array, or a Python scalar or string.
     - `dtype`: the (logical) dtype; for a Python scalar its type.
     - `gradient_of`: the dtype of that field of a quantized array, if it is not `None`.
-    - `within`: the wrappers around it, such as an `eqquant.SimulatedArray`: their fields that are no leaves, as text.
-        `None` if no array is around it, or if that is not known.
-    - `order`: of an `eqquant.PermutedArray` its axis, and the shape of its order.
+    - `within`: the wrappers around it, such as an `eqquant.arrays.FakeQuantizedArray`: their fields that are no
+        leaves, as text. `None` if no array is around it, or if that is not known.
+    - `order`: of an `eqquant.arrays.PermutedArray` its axis, and the shape of its order.
     """
 
     kind: LeafKind
@@ -235,6 +235,6 @@ def named_parts(q: PyTree) -> dict[str, PyTree]:
 
     Nested ones are `scale_bits.codes` and so on.
 
-    An `eqquant.PermutedArray` has `order`, and these names after `array.`.
+    An `eqquant.arrays.PermutedArray` has `order`, and these names after `array.`.
     """
     return {jtu.keystr(keys, simple=True, separator="."): leaf for keys, leaf in jtu.tree_flatten_with_path(q)[0]}

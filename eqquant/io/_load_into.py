@@ -154,7 +154,7 @@ def load_into(
         structure, the dtypes, and all leaves that are not arrays. A quantized array may take the place of a float one.
     - `checkpoint`: the result of [`eqquant.io.open`][], or a path to open; or any dictionary of arrays.
     - `names`: rules as above, or a function from the name of an array to its target. By default
-        [`eqquant.io.names.of`][], which knows the names of some families of models.
+        [`eqquant.io.names.detect`][], which knows the names of some families of models.
     - `dequantize`: whether every array becomes dense when it is read.
     - `keep`: globs or regular expressions for leaves that keep the values of the model.
     - `shardings`: the shardings of the logical arrays, as for [`eqquant.quantize_tree`][]. By default those of the

@@ -265,7 +265,7 @@ _FAMILIES: dict[str, tuple[Callable[..., NameTable], str]] = {
 }
 
 
-def of(checkpoint: object, overrides: Overrides = None) -> NameRules:
+def detect(checkpoint: object, overrides: Overrides = None) -> NameRules:
     """Returns the rules for a checkpoint, from its metadata and its configuration.
 
     That is `model_type` in `config.json`, or the architecture of a GGUF file. Arrays of our own files, and of

@@ -11,7 +11,7 @@ from .._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class To:
+class Target:
     """A place in a model for [`eqquant.io.load_into`][], and the changes of its array.
 
     !!! Example

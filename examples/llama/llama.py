@@ -318,7 +318,7 @@ class Llama(eqx.Module):
         def step(carry: tuple[Array, Cache], layer_inputs: tuple[Array, Array]) -> tuple[tuple[Array, Cache], None]:
             (x, cache), (n, window) = carry, layer_inputs
             turned = jtu.tree_map(lambda a, b: jnp.where(window > 0, b, a), rotation, local)
-            return eqq.select(self.layers, n)(x, n, positions, turned, window, row_counts, cache), None
+            return eqq.take_layer(self.layers, n)(x, n, positions, turned, window, row_counts, cache), None
 
         numbers = (jnp.arange(self.config.layers), jnp.asarray(self.config.windows))
         (x, cache), _ = jax.lax.scan(step, (x, cache), numbers)
@@ -358,7 +358,7 @@ def joined(model: Llama) -> Llama:
 
     def join(*layers: eqx.nn.Linear) -> tuple[eqx.nn.Linear | None, ...]:
         given = [f.weight for f in layers]
-        dynamic = all(isinstance(w, eqq.ActivationQuantizedArray) and w.scale is None for w in given)
+        dynamic = all(isinstance(w, eqq.arrays.ActivationQuantizedArray) and w.scale is None for w in given)
         weights = [w.array for w in given] if dynamic else given
         inputs = {w.activations for w in given} if dynamic else set()
         of = lambda w: (w.format, w.dtype, w.ndim, w.shape[-1])
@@ -368,7 +368,7 @@ def joined(model: Llama) -> Llama:
             return layers
         weight = eqq.quaxify(lambda *w: jnp.concatenate(w, axis=-2))(*weights)
         if dynamic:
-            weight = eqq.ActivationQuantizedArray(weight, inputs.pop())
+            weight = eqq.arrays.ActivationQuantizedArray(weight, inputs.pop())
         rows = sum(f.out_features for f in layers)
         skeleton = eqx.filter_eval_shape(eqx.nn.Linear, layers[0].in_features, rows, False, key=jr.key(0))
         return (eqx.tree_at(lambda f: f.weight, skeleton, weight), *[None] * (len(layers) - 1))

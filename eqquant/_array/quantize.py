@@ -108,12 +108,12 @@ def quantize(
         raise ValueError(
             f"`method` chooses scales, and `scale` gives them. Got both, {method!r} too. Pass one of them."
         )
-    if method is not None and isinstance(method.inputs, Mapping):
+    chosen = as_method(method)
+    if isinstance(chosen.inputs, Mapping):
         raise ValueError(
             f"`inputs` of {type(method).__name__} must be the statistics of this array. Got those of many leaves. Pass "
             "`inputs[path]`, or call `quantize_tree`."
         )
-    chosen = as_method(method)
     chosen.check("`x`", checked.shape, axes)
     return quantize_array(checked, format, axes, dtype, key, given or chosen)
 

@@ -70,6 +70,16 @@ def test_index(capsys):
     assert "layers.0.weight" in capsys.readouterr().out
 
 
+def test_readme(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    eqq.io.write("model.gguf", {"w": eqq.quantize(jnp.ones((32, 32)), "q4_0")}, "gguf")
+    names = run("../README.md")
+    assert eqq.is_quantized(names["small"].layers[0].weight) and eqq.is_quantized(names["weights"]["w"])
+    assert "layers.0.weight" in capsys.readouterr().out
+    page = (ROOT / "README.md").read_text()
+    assert len(page.split()) <= 850 and page.count("\n") <= 120
+
+
 def test_quick_start(capsys):
     names = run("quick_start.md")
     assert np.isfinite(names["loss"]) and eqq.is_quantized(names["small"].layers[0].weight)

@@ -1,9 +1,11 @@
 """Checks the site that was built: `python docs/tools/check_site.py site`.
 
 Each member that a page of the reference lists is there; each link within the site leads somewhere; each picture and
-each script is there; no formula is raw; nothing is loaded from another server.
+each script is there; no formula is raw; nothing is loaded from another server; the search finds
+the words of other libraries.
 """
 
+import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -15,6 +17,20 @@ import yaml
 
 DOCS = Path(__file__).parents[1]
 LISTED = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", re.M)
+
+# A section of the page must hold the beginning of every word of the term.
+SEARCHES = {
+    "disable native kernels": "questions/",
+    "ignore modules": "quick_start/",
+    "skip layer": "quick_start/",
+    "CUDA": "install/",
+    "QuantizedTensor": "coming_from/",
+    "nn.Linear4bit": "coming_from/",
+    "load_in_4bit": "coming_from/",
+    "observer": "coming_from/",
+    "fake quant": "coming_from/",
+    "QAT": "quick_start/",
+}
 
 
 class _Page(HTMLParser):
@@ -76,6 +92,11 @@ def main(site: Path) -> None:
                 wrong.append(f"{path.relative_to(site)} links to {link}, which is not there")
             elif anchor and target in by_path and unquote(anchor) not in by_path[target].anchors:
                 wrong.append(f"{path.relative_to(site)} links to {link}: no such anchor")
+    sections = json.loads((site / "search.json").read_text())["items"]
+    for term, page in SEARCHES.items():
+        texts = [f"{x['title']} {x['text']}".lower() for x in sections if x["location"].startswith(page)]
+        if not any(all(word in text for word in term.lower().split()) for text in texts):
+            wrong.append(f"a search for {term!r} does not find {page}")
     if wrong:
         sys.exit("\n".join(wrong))
     print(

@@ -1,4 +1,4 @@
-"""Computes the memory and traffic of sharded models: prints the tables of `scaling.md`, and checks their formulas.
+"""Computes the memory and traffic of sharded models: prints the tables of `sharding.md`, and checks their formulas.
 
 Bytes are those of `eqq.tree_nbytes`, divided by `eqq.tree_shardings`; nothing is allocated. `--check` and `--write` are
 those of `format_table.py`. The script compiles small programs for eight virtual devices; the bytes that they hold and
@@ -83,16 +83,15 @@ COLUMN, ROW, TABLE = ("q", "k", "v", "gate", "up"), ("o", "down"), ("embedding",
 # fully sharded along "data". Where there is a choice it is outputs, because blocks run along inputs.
 LAYOUT: dict[str, tuple[Any, Any]] = dict.fromkeys(COLUMN, (("model", "data"), None))
 LAYOUT |= dict.fromkeys(ROW, ("data", "model")) | dict.fromkeys(TABLE, ("model", "data"))
-ALONG_WIDTH = dict.fromkeys(COLUMN + TABLE, (None, "data")) | dict.fromkeys(ROW, ("data", None))
 
 
-def shardings(tree: PyTree, mesh: Any, how: dict[str, tuple[Any, Any]] = LAYOUT) -> PyTree:
+def shardings(tree: PyTree, mesh: Any) -> PyTree:
     """The sharding of each array of a model, of its low-rank factors, or of optimizer state that is like it."""
 
     def spec(path: str, leaf: Any) -> NamedSharding:
         names = path.split(".")
         factor = names[-1] if names[-1] in ("a", "b", "base") else None
-        outputs, inputs = how.get(names[-2 if factor else -1], (None, None))
+        outputs, inputs = LAYOUT.get(names[-2 if factor else -1], (None, None))
         last = {"a": (None, inputs), "b": (outputs, None)}.get(factor or "", (outputs, inputs))
         entries = (*[None] * (leaf.ndim - 2), *last) if leaf.ndim > 1 else ()
         named = NamedSharding(mesh, P(*entries))
@@ -140,16 +139,6 @@ def size(nbytes: float) -> str:
 #
 
 
-def models() -> str:
-    rows = []
-    for shape in MODELS:
-        trees = [transformer(shape, f) for f in FORMATS.values()]
-        parameters = f"{eqq.count_params(trees[0]) / 1e9:.2f}"
-        rows.append((*map(str, shape), parameters, *(size(eqq.tree_nbytes(tree)) for tree in trees)))
-    header = ("Model", "Layers:", "Width:", "Heads:", "KV heads:", "FFN:", "Vocabulary:", "Parameters, 1e9:")
-    return markdown((*header, *(f"{name}, GB:" for name in FORMATS)), rows)
-
-
 def lora_state(model: PyTree) -> PyTree:
     """Low-rank factors for every quantized weight, and the state of Adam for them."""
     lora = eqq.loraify(model, rank=16, key=jr.key(0))
@@ -164,35 +153,11 @@ def memory() -> str:
         trees = [transformer(shape, format) for format in FORMATS.values()]
         exact, low = (jax.eval_shape(eqq.float_masters(o).init, trees[-1]) for o in (adam, eqq.quantize_state(adam)))
         trees += [exact.masters, exact.inner_state, low.inner_state, eqx.filter_eval_shape(lora_state, trees[-1])]
-        for n in (1, 8, 64, 512):
+        for n in (1, 8, 64):
             held = [per_device(tree, abstract_mesh(max(n // 8, 1), min(n, 8))) for tree in trees]
-            more = (f"{held[i] * n / eqq.tree_nbytes(trees[i]) - 1:.1%}" for i in (1, 2))
-            rows.append((shape.name, str(n), *map(size, held), *more))
+            rows.append((shape.name, str(n), *map(size, held)))
     header = (*(f"{name}:" for name in FORMATS), "Masters:", "Adam:", "8-bit Adam:", "LoRA and its Adam:")
-    return markdown(("Model", "Devices:", *header, "int8 over even:", "NF4 over even:"), rows)
-
-
-def most_devices(tree: PyTree, how: dict[str, tuple[Any, Any]], parallel: bool) -> str:
-    for n in (2**i for i in range(10)):
-        try:
-            shardings(tree, abstract_mesh(1, n) if parallel else abstract_mesh(n, 1), how)
-        except ValueError as e:
-            return f"{n // 2}, `{str(e).split(',')[0].removeprefix('layers.')}`"
-    return "512 or more"
-
-
-def divides() -> str:
-    """The most devices, of powers of two up to 512, that a model can be divided among, and what stands in the way."""
-    layouts = {
-        "tensor parallel": (LAYOUT, True),
-        "fully sharded": (LAYOUT, False),
-        "fully sharded, along the width": (ALONG_WIDTH, False),
-    }
-    rows = []
-    for title, how in layouts.items():
-        for name, format in FORMATS.items():
-            rows.append((title, name, *(most_devices(transformer(shape, format), *how) for shape in MODELS)))
-    return markdown(("Layout", "Weights", *(shape.name for shape in MODELS)), rows)
+    return markdown(("Model", "Devices:", *header), rows)
 
 
 def one_layer(shape: Shape) -> list[PyTree]:
@@ -205,11 +170,9 @@ def traffic() -> str:
     for shape in MODELS:
         gathers = [2 * 63 / 64 * gathered(layer, abstract_mesh(64, 1)) for layer in one_layer(shape)]
         gradients = gathers[0] / 2  # one value in bf16 for each weight, once
-        ratios = (f"{(g + more) / (gathers[0] + more):.2f}" for more in (gradients, 0) for g in gathers[1:])
-        rows.append((shape.name, *(f"{nbytes / 1e6:,.0f}" for nbytes in (*gathers, gradients)), *ratios))
+        rows.append((shape.name, *(f"{nbytes / 1e6:,.0f}" for nbytes in (*gathers, gradients))))
     header = (*(f"Gathers, {name}:" for name in FORMATS), "Gradients:")
-    ratios = (f"{way}, {name} / bf16:" for way in ("All weights train", "Frozen") for name in ("int8", "NF4"))
-    return markdown(("Model", *header, *ratios), rows)
+    return markdown(("Model", *header), rows)
 
 
 def tensor_parallel() -> str:
@@ -336,7 +299,7 @@ def check_tpu(topology: str) -> str:
 #
 
 
-TABLES = (models, memory, divides, traffic, tensor_parallel, break_even, check)
+TABLES = (memory, traffic, tensor_parallel, break_even)
 
 
 def main() -> int:
@@ -345,8 +308,12 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="bring the page up to date")
     parser.add_argument("--tpu", metavar="TOPOLOGY", help="compile for eight devices of a TPU, and nothing else")
     args = parser.parse_args()
-    pages = {f"scaling-{table.__name__.replace('_', '-')}": ("scaling.md", table) for table in TABLES}
-    pages = pages if args.tpu is None else {"scaling-tpu": ("scaling.md", lambda: check_tpu(args.tpu))}
+    pages = {f"scaling-{table.__name__.replace('_', '-')}": ("sharding.md", table) for table in TABLES}
+    if args.tpu is not None:
+        print(check_tpu(args.tpu))
+        return 0
+    if args.check:
+        print(check(), end="\n\n")
     return update_pages(pages, check=args.check, write=args.write, script="scaling.py")
 
 

@@ -239,12 +239,10 @@ def memory(theme: Theme) -> Any:
 
 def rows(theme: Theme) -> Any:
     """The time of a product against the rows of `x`, relative to float32, from the table of the benchmarks."""
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    table = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split("│")[1:-1]]
-        if len(cells) > 7 and cells[0] == "4096 x 4096" and re.fullmatch(r"[\d.]+", cells[2]):
-            table.setdefault(cells[1], [float(cells[n]) for n in (2, 4, 6)])  # cold; the first table is of the best
+    cells = r" \| ([\d.]+), [\d.]+" * 3  # cold, then warm
+    table = {
+        name: [float(time) for time in cold] for name, *cold in rows_of("benchmarks.md", rf"^\| `(.+)`{cells} \|$")
+    }
     fig = figure(3.6)
     ax = dress(fig.subplots(), theme, "Time of a product on CPU, relative to float32", "rows of x")
     styles = zip(("nf4", "int4", "int8", "int8 x int8"), ("o", "s", "^", "D"), theme.series, strict=False)

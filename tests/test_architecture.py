@@ -177,7 +177,7 @@ def class_names():
 
 
 # Small models that several tests define for themselves; the tiles of a kernel; a range and a method of one rule.
-SHARED_CLASS_NAMES = {"Block", "Layer", "Model", "Net", "Stacked", "Config", "MSE", "_Observer"}
+SHARED_CLASS_NAMES = {"Block", "Layer", "Model", "Net", "Stacked", "Config", "_Observer"}
 
 
 def test_a_class_name_stands_in_one_module():

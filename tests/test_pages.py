@@ -94,9 +94,19 @@ def test_quantize(capsys):
 
 
 def test_calibrate(capsys):
-    names = run("calibrate.md", SLOW)
+    q = run("calibrate.md", SLOW)["q"]
+    assert q.layers[0].up.weight.format == eqq.Int8() and q.layers[0].down.weight.format == eqq.Int4()
+
+
+def test_transforms():
+    assert "model" in run("transforms.md", SLOW)
+
+
+def test_ranges(capsys):
+    names = run("ranges.md")
     assert names["q"].shape == (32, 768) and names["q"].format == eqq.Int8()
     assert names["result"].scale.shape == (768, 1) and names["cal"].batches == 8
+    assert "layers.0.weight" in capsys.readouterr().out
 
 
 def test_mixed_precision(capsys):
@@ -106,7 +116,9 @@ def test_mixed_precision(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ("quantize.md", "calibrate.md", "mixed_precision.md", "activations.md", "training.md"))
+@pytest.mark.parametrize(
+    "page", ("quantize.md", "calibrate.md", "transforms.md", "mixed_precision.md", "activations.md", "training.md")
+)
 def test_whole_pages(page, capsys):
     assert set(run(page, SLOW)) <= set(run(page))
 

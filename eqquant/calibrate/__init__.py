@@ -1,4 +1,4 @@
-"""Calibration: ranges, scales and statistics from data. See `docs/calibrate.md`."""
+"""Calibration: ranges, scales and statistics from data. See `docs/ranges.md`."""
 
 from ._calibrator import AbstractCalibrator as AbstractCalibrator
 from ._clipping import MSE as MSE, Percentile as Percentile

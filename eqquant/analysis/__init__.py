@@ -1,6 +1,6 @@
 """Measures quantization: the error of arrays and models, sensitivities, and plans that mix formats.
 
-See `docs/analysis.md`. Sums run on the host, in float64.
+See `docs/mixed_precision.md`. Sums run on the host, in float64.
 """
 
 from .._report import Report as Report

@@ -297,7 +297,7 @@ def let_quax_take_custom_vjp() -> None:
     ) -> Any:
         values = [self.to_value(tracer) for tracer in tracers]
         with set_current_trace(self.parent_trace):
-            arrays = [value.materialise() for value in values]
+            arrays = [jnp.asarray(value.materialise()) for value in values]  # Python's numbers have no shape
             out = self.parent_trace.process_custom_vjp_call(primitive, fun, fwd, bwd, arrays, **params)
         return [_QuaxTracer(self, _dense(x)) for x in out]
 
@@ -309,7 +309,8 @@ def operation_of_quax() -> str | None:
     """Returns the name of the primitive that Quax is calling now, or `None` if it calls none."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == "quax._trace" and "primitive" in frame.f_locals:
+        in_rules = frame.f_globals.get("__name__") == "quax._trace" or frame.f_code.co_name == "process_custom_vjp_call"
+        if in_rules and "primitive" in frame.f_locals:
             return str(frame.f_locals["primitive"])
         frame = frame.f_back
     return None

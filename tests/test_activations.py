@@ -895,6 +895,44 @@ def test_functions_of_jax_warn_that_they_quantize_no_activations(getkey):
         np.testing.assert_array_equal(eqq.quaxify(f)(w, x), x @ w.T)
 
 
+@jax.custom_vjp
+def with_own_gradient(w, x):
+    return w @ x
+
+
+with_own_gradient.defvjp(lambda w, x: (w @ x, (w, x)), lambda saved, g: (jnp.outer(g, saved[1]), saved[0].T @ g))
+
+
+def in_checkpointed_loop(w, x):
+    step = lambda carry: (jnp.tanh(w @ carry[0]), carry[1] + 1)
+    return eqx.internal.while_loop(lambda carry: carry[1] < 3, step, (x, 0), kind="checkpointed", max_steps=4)[0]
+
+
+@pytest.mark.parametrize(
+    "f, operation",
+    [
+        (lambda w, x: jnp.sin(w) @ x, "sin"),
+        (lambda w, x: jnp.sin(2 * w) @ x, "sin"),
+        (with_own_gradient, "custom_vjp_call"),
+        (in_checkpointed_loop, "custom_vjp_call"),
+    ],
+)
+def test_what_has_no_rule_warns_that_it_quantizes_no_activations(getkey, f, operation):
+    q, x = eqq.quantize(jr.normal(getkey(), (64, 64)), "int8"), jr.normal(getkey(), (64,))
+    w = eqq.ActivationQuantizedArray(q, "int8")
+    quaxified = eqq.quaxify(f)
+    match = rf"`{operation}`, at .*test_activations.py:\d+ in .*an? \w+ of shape \(64, 64\), so its products quantize"
+    with pytest.warns(UserWarning, match=match):
+        y = quaxified(w, x)
+    np.testing.assert_array_equal(y, f(q.dequantize(), x))
+    with pytest.warns(UserWarning, match=match):
+        gradient = jax.grad(lambda x: jnp.sum(quaxified(w, x)))(x)
+    expected = jax.grad(lambda x: jnp.sum(f(q.dequantize(), x)))(x)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
+    with eqq.no_dense(), pytest.raises(RuntimeError, match=rf"`{operation}` has no packed form"):
+        quaxified(q, x)
+
+
 @pytest.mark.parametrize("format", [eqq.Int8(), eqq.Int4(32)])  # codes are multiplied, or decoded
 def test_gradients_of_convolutions(getkey, format):
     """Against those of a convolution of rounded values; of `x` only where it is in range, and of a learned scale."""

@@ -62,6 +62,15 @@ def _on_dense(
     return call
 
 
+def _lost_in_jax(w: "AbstractArrayValue") -> str:
+    """Returns what the dense array of a weight does not do, or what that of an array within it does not; or ""."""
+    if w.lost_in_jax:
+        return w.lost_in_jax
+    parts = jax.tree_util.tree_leaves(w, is_leaf=lambda x: x is not w and isinstance(x, AbstractArrayValue))
+    lost = (_lost_in_jax(part) for part in parts if isinstance(part, AbstractArrayValue))
+    return next(filter(None, lost), "")
+
+
 class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     """A pytree that behaves like an array of floats, but stores it differently.
 
@@ -114,19 +123,25 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         return jax.core.ShapedArray(self.shape, self.dtype)
 
     def materialise(self) -> Array:
-        """For Quax: the same as `dequantize`."""
+        """For Quax: the array that an operation without a rule sees. Warns of what is lost by that."""
+        if lost := _lost_in_jax(self):
+            line, operation = _compat.current_line(), _compat.operation_of_quax()
+            by = "An operation" if operation is None else f"`{operation}`"
+            at = "" if line is None else f", at {line.file}:{line.number} in {line.function},"
+            warnings.warn(
+                f"{by}{at} gets the dense weight of {a_type(self)} of shape {self.shape}, so {lost}. Apply the "
+                "operation to activations, or write the product as `w @ x`.",
+                stacklevel=2,
+            )
         return self.dequantize()
 
     def dense_for_jax(self) -> Array:
-        """For JAX: the array that its functions see, the same as `dequantize`.
-
-        Warns if that loses something.
-        """
-        if self.lost_in_jax:
+        """For JAX: the array that its functions see, the same as `dequantize`. Warns of what is lost by that."""
+        if lost := _lost_in_jax(self):
             warnings.warn(
-                f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so "
-                f"{self.lost_in_jax}. Write `w @ x`, or call the function through `eqq.quaxify`, which multiplies "
-                "codes in `jnp.matmul`, `jnp.einsum` and convolutions.",
+                f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so {lost}. Write "
+                "`w @ x`, or call the function through `eqq.quaxify`, which multiplies codes in `jnp.matmul`, "
+                "`jnp.einsum` and convolutions.",
                 stacklevel=2,
             )
         return self.dequantize()

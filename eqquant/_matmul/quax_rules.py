@@ -73,5 +73,5 @@ def contract_in(
 
 def bind_dense(primitive: Primitive, *operands: AbstractArrayValue | ArrayLike, **params: Any) -> Any:
     """Calls a primitive on dense operands, where it has no packed form."""
-    dense = (x.dequantize() if isinstance(x, AbstractArrayValue) else x for x in operands)
+    dense = (x.materialise() if isinstance(x, AbstractArrayValue) else x for x in operands)
     return primitive.bind(*dense, **params)

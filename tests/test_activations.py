@@ -919,7 +919,7 @@ def in_checkpointed_loop(w, x):
 )
 def test_what_has_no_rule_warns_that_it_quantizes_no_activations(getkey, f, operation):
     q, x = eqq.quantize(jr.normal(getkey(), (64, 64)), "int8"), jr.normal(getkey(), (64,))
-    w = eqq.ActivationQuantizedArray(q, "int8")
+    w = eqq.arrays.ActivationQuantizedArray(q, "int8")
     quaxified = eqq.quaxify(f)
     match = rf"`{operation}`, at .*test_activations.py:\d+ in .*an? \w+ of shape \(64, 64\), so its products quantize"
     with pytest.warns(UserWarning, match=match):

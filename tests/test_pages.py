@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest

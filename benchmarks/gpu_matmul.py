@@ -29,7 +29,7 @@ from timing import time_in_turns
 import eqquant as eqq
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import pallas_gpu
-from eqquant._matmul.problem import MatmulProblem, Target
+from eqquant._matmul.problem import MatmulProblem, TargetDevice
 
 
 SHAPES = ((4096, 4096), (8192, 8192), (4096, 14336))  # (k, n)
@@ -93,7 +93,7 @@ def run_kernel(
         transpose=transpose,
         precision=precision,
         config=config,
-        target=Target("cuda", jax.devices()[0].device_kind),
+        target=TargetDevice("cuda", jax.devices()[0].device_kind),
         interpret=options.interpret,
     )
     return run(x, dispatch.pack_arrays(q))
@@ -210,7 +210,7 @@ def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: MeasureO
             ratio = lambda name, each=each: float(np.median(each["cuBLAS"] / each[name]))
             for name, format in formats.items():
                 problem = MatmulProblem(m, n, k, x.dtype, format, False)
-                chosen = dispatch.choose(Target("cuda"), problem, None)[0]
+                chosen = dispatch.choose(TargetDevice("cuda"), problem, None)[0]
                 q = weights[f"{name} kernel"][0]
                 share = (q.nbytes + x.nbytes + 2 * m * n) / (micro(f"{name} kernel") / 1e6) / bandwidth
                 table.add_row(

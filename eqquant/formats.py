@@ -1,5 +1,4 @@
-"""The formats of other programs: GGUF's, and MLX's. Their names, such as `"q4_k"`, work wherever a format is asked "
-"for."""
+"""The formats of GGUF files and of MLX. Names such as `"q4_k"` work wherever a format is taken."""
 
 from ._formats import (
     IQ4_NL as IQ4_NL,

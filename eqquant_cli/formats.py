@@ -29,7 +29,7 @@ def formats(json: Json = False) -> None:
         shown = ", ".join(f if v is inspect.Parameter.empty else f"{f}={v!r}" for f, v in fields.items())
         # The first sentence, without its formula.
         sentence = re.split(r"[:,] \$|\. |\n\n", inspect.getdoc(cls) or "")[0]
-        what = re.sub(r"\[`eqquant\.(\w+)`\]\[\]", r"\1", sentence.replace("\n", " "))
+        what = re.sub(r"\[`eqquant\.(?:\w+\.)*(\w+)`\]\[\]", r"\1", sentence.replace("\n", " "))
         what = re.sub(r"[$\\]", "", what.replace(r"\ldots", "...")).rstrip(".")
         complete = inspect.Parameter.empty not in fields.values()
         bits = eqq.plan_tree(weight, name).quantized_bits if complete else None

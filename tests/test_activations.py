@@ -19,7 +19,7 @@ from eqquant._array.contraction import matmul_with, Options
 from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import codes
-from eqquant._matmul.kernels.target import Target
+from eqquant._matmul.kernels.target import TargetDevice
 from eqquant._matmul.problem import problem_of
 from eqquant._matmul.rows import DynamicRows
 from eqquant._native import library as native
@@ -135,7 +135,7 @@ def test_longest_sums():
 )
 def test_types_on_accelerators(getkey, x_format, w_format, kind):
     x, w = (eqq.quantize(weights(getkey(), (n, 200)), FORMATS[of]) for n, of in ((4, x_format), (24, w_format)))
-    layouts, target = [layout_of(q.format, 200) for q in (x, w)], Target("cuda")
+    layouts, target = [layout_of(q.format, 200) for q in (x, w)], TargetDevice("cuda")
     assert codes.kind_of(*layouts, target) == kind
     shown = "float32 x float32 (decoded)" if kind is None else {"float8": "float8_e4m3fn"}.get(kind, kind)
     many = eqq.quantize(jnp.ones((512, 200)), FORMATS[x_format])
@@ -144,7 +144,7 @@ def test_types_on_accelerators(getkey, x_format, w_format, kind):
         y = codes.matmul(*map(dispatch.pack_arrays, (x, w)), *layouts, kind, looped=False)
         close(y, x.dequantize(), w.dequantize())
     if kind == "float8":
-        assert codes.kind_of(*layouts, Target("cuda", "A100", 8.0)) is None
+        assert codes.kind_of(*layouts, TargetDevice("cuda", "A100", 8.0)) is None
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_few_rows_meet_the_packed_weight(getkey, monkeypatch, x_format, w_format
     kernel = dispatch._kernel("cuda", dispatch._pallas_gpu, interpret=True)
     spied = kernel._replace(compute=lambda x, *rest: seen.append(x) or kernel.compute(x, *rest))
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "pallas_gpu", spied)
-    problem, target = problem_of(x, w, False, None), Target("cuda")
+    problem, target = problem_of(x, w, False, None), TargetDevice("cuda")
     name, _ = dispatch.choose(target, problem, None)
     y = dispatch.compute(x, w, problem, target, name)
     assert name == eqq.explain_matmul(x, w.T, platform="cuda").implementation == "pallas_gpu"

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._matmul import dispatch
-from eqquant._matmul.problem import MatmulProblem, Target
+from eqquant._matmul.problem import MatmulProblem, TargetDevice
 from eqquant._native import library as native
 
 from .helpers import assert_close, FORMATS, KINDS, NEWEST, weights
@@ -267,7 +267,7 @@ PROBLEM = MatmulProblem(16, 4096, 4096, jnp.dtype(jnp.bfloat16), eqq.NF4(), Fals
     ],
 )
 def test_preferences(platform, changes, expected, reason):
-    name, why = dispatch.choose(Target(platform), PROBLEM._replace(**changes), None)
+    name, why = dispatch.choose(TargetDevice(platform), PROBLEM._replace(**changes), None)
     assert name == expected and reason in why
 
 
@@ -293,19 +293,19 @@ def test_every_platform_takes_everything():
         for row in FORMATS.values():
             for dtype, transpose in ((jnp.bfloat16, False), (jnp.float64, True)):
                 problem = MatmulProblem(0, 5, 7, jnp.dtype(dtype), row.format, transpose, "bfloat16_3x")
-                assert dispatch.choose(Target(platform), problem, None)[0] == "xla"
+                assert dispatch.choose(TargetDevice(platform), problem, None)[0] == "xla"
 
 
 def test_forcing():
-    assert dispatch.choose(Target("cuda"), PROBLEM._replace(m=4096), "pallas_gpu")[0] == "pallas_gpu"
+    assert dispatch.choose(TargetDevice("cuda"), PROBLEM._replace(m=4096), "pallas_gpu")[0] == "pallas_gpu"
     with pytest.raises(ValueError, match="cannot take this product: it is for tpu, and this is cuda"):
-        dispatch.choose(Target("cuda"), PROBLEM, "pallas_tpu")
+        dispatch.choose(TargetDevice("cuda"), PROBLEM, "pallas_tpu")
     with pytest.raises(ValueError, match="one of cpu, cpu_int8, pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"):
-        dispatch.choose(Target("cuda"), PROBLEM, "fast")
+        dispatch.choose(TargetDevice("cuda"), PROBLEM, "fast")
     old = PROBLEM._replace(format=eqq.MXFP8())
-    assert dispatch.choose(Target("cuda", capability=8.0), old, None)[0] == "xla"
+    assert dispatch.choose(TargetDevice("cuda", capability=8.0), old, None)[0] == "xla"
     with pytest.raises(ValueError, match="capability 8.0 have no floats of 8 bits"):
-        dispatch.choose(Target("cuda", capability=8.0), old, "pallas_gpu")
+        dispatch.choose(TargetDevice("cuda", capability=8.0), old, "pallas_gpu")
     for changes, why in (
         ({"dtype": jnp.dtype(jnp.float64)}, "float64"),
         ({"format": eqq.Int4(block_size=48)}, "blocks of 48"),
@@ -314,9 +314,9 @@ def test_forcing():
         ({"precision": "garbage"}, "precision is garbage"),
     ):
         with pytest.raises(ValueError, match=rf"`implementation='pallas_gpu'` cannot take .*{why}.* Use \"xla\""):
-            dispatch.choose(Target("cuda"), PROBLEM._replace(**changes), "pallas_gpu")
+            dispatch.choose(TargetDevice("cuda"), PROBLEM._replace(**changes), "pallas_gpu")
     with pytest.raises(ValueError, match=r"cannot take .* of this computer\."):
-        dispatch.choose(Target("cuda", no_kernels="not of this computer"), PROBLEM, "pallas_gpu")
+        dispatch.choose(TargetDevice("cuda", no_kernels="not of this computer"), PROBLEM, "pallas_gpu")
     with pytest.raises(ValueError, match="it is for cuda, and this is cpu"):
         eqq.matmul(jnp.ones((2, 256)), eqq.quantize(jnp.ones((8, 256)), "nf4").T, implementation="pallas_gpu")
 
@@ -356,7 +356,7 @@ def test_xla_on_gpu(getkey, name, dtype, transpose):
     q = eqq.quantize(weights(getkey(), (2, 24, 130)), FORMATS[name].format, dtype=dtype)
     x = weights(getkey(), (2, 5, 24 if transpose else 130)).astype(dtype)
     problem = MatmulProblem(5, 24, 130, x.dtype, q.format, transpose)
-    y = dispatch.compute(x, q, problem, Target("cuda"), "xla")
+    y = dispatch.compute(x, q, problem, TargetDevice("cuda"), "xla")
     dense = np.asarray(q.dequantize(), np.float64)
     assert y.dtype == x.dtype
     assert_close(y, np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, 1, 2)), tol=1e-2)
@@ -366,6 +366,6 @@ def test_bytes_are_converted_once():
     """XLA on GPU fuses one conversion of the weight with the product; with two, it writes the weight to memory."""
     q = eqq.quantize(jnp.ones((8, 256)), "fp8")
     problem = MatmulProblem(4, 8, 256, jnp.dtype(jnp.bfloat16), q.format, False)
-    run = lambda x, q: dispatch.compute(x, q, problem, Target("cuda"), "xla")
+    run = lambda x, q: dispatch.compute(x, q, problem, TargetDevice("cuda"), "xla")
     found = jax.make_jaxpr(run)(jnp.ones((4, 256), jnp.bfloat16), q).jaxpr
     assert not [e for e in found.eqns if e.outvars[0].aval.shape == (8, 256) and e.outvars[0].aval.dtype == jnp.float32]

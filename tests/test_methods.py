@@ -261,7 +261,7 @@ def test_statistics_go_to_their_leaf():
 
 def test_errors():
     w = jnp.ones((2, 64))
-    for wrong in (eqq.MSE, "mse", 3):
+    for wrong in (eqq.MSE, {"mse": 1}, 3):
         # The type checker of the tests is the first to find it.
         with pytest.raises((TypeError, TypeCheckError), match="(?s)method"):
             eqq.quantize(w, "int4", method=wrong)

@@ -12,7 +12,7 @@ import eqquant as eqq
 from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import pallas_gpu, ptx
-from eqquant._matmul.kernels.target import Target
+from eqquant._matmul.kernels.target import TargetDevice
 
 from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, one_in, relative_error, weights
 
@@ -30,7 +30,7 @@ def operands(getkey, format, m, dtype, transpose):
 def interpreted(x, q, transpose, **options):
     layout = layout_of(q.format, K)
     options = {"transpose": transpose, "precision": "default", **options}
-    can = {"transpose": transpose, "precision": "default", "target": Target("cuda")}
+    can = {"transpose": transpose, "precision": "default", "target": TargetDevice("cuda")}
     assert pallas_gpu.supports(layout, x.shape[0], N, x.dtype, **can) is None
     return pallas_gpu.matmul(x, dispatch.pack_arrays(q), layout, interpret=True, **options)
 
@@ -90,7 +90,13 @@ def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
 def test_what_cannot_be_taken():
     layout = lambda format, k=K: layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(
-        pallas_gpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default", target=Target("cuda")
+        pallas_gpu.supports,
+        m=1,
+        n=8,
+        dtype=jnp.bfloat16,
+        transpose=False,
+        precision="default",
+        target=TargetDevice("cuda"),
     )
     assert why(layout("nf4")) is None
     assert "blocks of 48" in why(layout(eqq.Int4(block_size=48)))

@@ -10,7 +10,7 @@ import eqquant as eqq
 from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import pallas_tpu
-from eqquant._matmul.kernels.target import Target
+from eqquant._matmul.kernels.target import TargetDevice
 
 from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, one_in, relative_error, weights
 
@@ -27,7 +27,7 @@ def product(getkey, name, m, dtype, transpose, precision):
     x = weights(getkey(), (m, N if transpose else K)).astype(dtype)
     layout = layout_of(format, K)
     options = {"transpose": transpose, "precision": precision}
-    assert pallas_tpu.supports(layout, m, N, x.dtype, target=Target("tpu"), **options) is None
+    assert pallas_tpu.supports(layout, m, N, x.dtype, target=TargetDevice("tpu"), **options) is None
     y = pallas_tpu.matmul(x, dispatch.pack_arrays(q), layout, interpret=True, **options)
     dense = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
@@ -59,7 +59,13 @@ def test_float32(getkey, name, precision, tol, transpose):
 def test_what_cannot_be_taken():
     layout = lambda format, k=K: layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(
-        pallas_tpu.supports, m=1, n=8, dtype=jnp.bfloat16, transpose=False, precision="default", target=Target("tpu")
+        pallas_tpu.supports,
+        m=1,
+        n=8,
+        dtype=jnp.bfloat16,
+        transpose=False,
+        precision="default",
+        target=TargetDevice("tpu"),
     )
     assert why(layout("nf4")) is None
     assert "blocks of 48" in why(layout(eqq.Int4(block_size=48)))

@@ -115,6 +115,7 @@ def quantize(
             "`inputs[path]`, or call `quantize_tree`."
         )
     chosen.check("`x`", checked.shape, axes)
+    chosen.check_weight("`x`", checked)
     return quantize_array(checked, format, axes, dtype, key, given or chosen)
 
 

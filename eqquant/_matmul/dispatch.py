@@ -25,17 +25,17 @@ from .._native.layout import Stored
 from .._numerics.scale_bits import scale_to_bits
 from .kernels import codes, xla, xla_cpu
 from .kernels.packed import decode_bytes, Packed
-from .problem import MatmulProblem, Target
+from .problem import MatmulProblem, TargetDevice
 from .rows import AbstractRows, Activations, StaticRows
 from .selected import SelectedArray
 
 
 class _Implementation(NamedTuple):
     platforms: tuple[str, ...]  # () for all
-    supports: Callable[[MatmulProblem, Target], str | None]  # the reason why not, or None
+    supports: Callable[[MatmulProblem, TargetDevice], str | None]  # the reason why not, or None
     compute: Callable[..., Array]  # of `x`, `w`, the problem and the target
     # Whether it multiplies codes of activations. Otherwise it gets their values.
-    takes_codes: Callable[[MatmulProblem, Target], bool] = lambda problem, target: False
+    takes_codes: Callable[[MatmulProblem, TargetDevice], bool] = lambda problem, target: False
     selects: bool = False  # whether it reads arrays of a stack where they lie
 
 
@@ -49,14 +49,14 @@ def _kernel(
     from a stack.
     """
 
-    def supports(problem: MatmulProblem, target: Target) -> str | None:
+    def supports(problem: MatmulProblem, target: TargetDevice) -> str | None:
         precision = _precision(problem)
         if precision is None:
             return f"the precision is {problem.precision}, and it supports only the default and the highest"
         options = {"transpose": problem.transpose, "precision": precision, "target": target}
         return load().supports(problem.layout, problem.m, problem.n, problem.dtype, **options)
 
-    def compute(x: Array, w: Any, problem: MatmulProblem, target: Target) -> Array:
+    def compute(x: Array, w: Any, problem: MatmulProblem, target: TargetDevice) -> Array:
         product = ft.partial(
             load().matmul,
             layout=problem.layout,
@@ -81,7 +81,7 @@ def _kernel(
     return _Implementation((platform,), supports, compute, selects=any_layout)
 
 
-def _xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target) -> Array:
+def _xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDevice) -> Array:
     kind = kind_of_codes(problem, target)
     if kind is not None:
         looped = target.platform == "cpu" and target.no_kernels is None
@@ -99,14 +99,14 @@ def _xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: Target) -> A
     return xla.dense(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
 
 
-def kind_of_codes(problem: MatmulProblem, target: Target) -> codes.Kind | None:
+def kind_of_codes(problem: MatmulProblem, target: TargetDevice) -> codes.Kind | None:
     """Returns the type in which `xla` multiplies codes with codes, or `None` if it multiplies values."""
     if problem.activations is None or problem.transpose or problem.dtype.itemsize > 4:
         return None
     return codes.kind_of(problem.layout_of_x, problem.layout, target)
 
 
-def decode_activations(problem: MatmulProblem, target: Target) -> MatmulProblem:
+def decode_activations(problem: MatmulProblem, target: TargetDevice) -> MatmulProblem:
     """Returns the product of the values of the activations, as floats that hold them."""
     if problem.activations is None:
         return problem
@@ -133,7 +133,7 @@ def as_codes(x: Activations) -> QuantizedArray:
     return dataclasses.replace(x, gradient_of=None)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
-def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
+def _cpu_int8_supports(problem: MatmulProblem, target: TargetDevice) -> str | None:
     if problem.activations is None:
         return "it multiplies codes with codes, and one operand is in float"
     if problem.transpose:
@@ -145,7 +145,7 @@ def _cpu_int8_supports(problem: MatmulProblem, target: Target) -> str | None:
 
 
 def _cpu_int8_product(
-    x: Activations, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target
+    x: Activations, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: TargetDevice
 ) -> Array:
     del target
     product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, by_columns=problem.by_columns)
@@ -173,7 +173,7 @@ def _has_plain_bytes(p: MatmulProblem) -> bool:
     return scalable and layout.one_scale and layout.bits == 8 and plain
 
 
-def _always(problem: MatmulProblem, target: Target) -> None:
+def _always(problem: MatmulProblem, target: TargetDevice) -> None:
     del problem, target
 
 
@@ -218,7 +218,7 @@ IMPLEMENTATIONS = {
 class _Preference(NamedTuple):
     platform: str  # "" for any
     implementation: str
-    when: Callable[[MatmulProblem, Target], bool]
+    when: Callable[[MatmulProblem, TargetDevice], bool]
     reason: str
 
 
@@ -258,7 +258,7 @@ _PREFERENCES = (
 )
 
 
-def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[str, str]:
+def choose(target: TargetDevice, problem: MatmulProblem, forced: str | None) -> tuple[str, str]:
     """Returns the name of the chosen implementation, and the reason.
 
     **Raises:**
@@ -282,7 +282,7 @@ def choose(target: Target, problem: MatmulProblem, forced: str | None) -> tuple[
 
 
 def compute(
-    x: Activations, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: Target, forced: str | None
+    x: Activations, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: TargetDevice, forced: str | None
 ) -> Float[Array, "*batch rows outer"]:
     """Computes a product with the implementation `forced`, or the one to choose.
 
@@ -307,7 +307,7 @@ def compute(
     return y.astype(problem.dtype)
 
 
-def _one_by_one(x: Any, w: SelectedArray, problem: MatmulProblem, target: Target, name: str) -> Array:
+def _one_by_one(x: Any, w: SelectedArray, problem: MatmulProblem, target: TargetDevice, name: str) -> Array:
     """Computes the products with selected arrays in a loop, since copies of them would be larger than the stack."""
     batch = w.index.shape
     flat = jtu.tree_map(lambda a: a.reshape(w.index.size, *a.shape[len(batch) :]), (x, w.index))
@@ -320,7 +320,7 @@ def _one_by_one(x: Any, w: SelectedArray, problem: MatmulProblem, target: Target
     return y.reshape(*batch, *y.shape[1:])
 
 
-def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
+def refusal_of(target: TargetDevice, problem: MatmulProblem, name: str) -> str | None:
     """Returns why the implementation `name` cannot take the product, or `None` if it can.
 
     **Raises:**
@@ -340,7 +340,7 @@ def refusal_of(target: Target, problem: MatmulProblem, name: str) -> str | None:
     return implementation.supports(problem if takes_codes else decode_activations(problem, target), target)
 
 
-def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
+def multiplied_types(problem: MatmulProblem, target: TargetDevice, name: str) -> str:
     """Returns what an implementation multiplies with what, and the type of its sums, for a reader."""
     kind = "int8" if name == "cpu_int8" else kind_of_codes(problem, target) if name == "xla" else None
     if kind == "int8":
@@ -353,7 +353,7 @@ def multiplied_types(problem: MatmulProblem, target: Target, name: str) -> str:
     return f"{wide} x {wide} (decoded), sums in {sums}"
 
 
-def why_decoded(problem: MatmulProblem, target: Target, name: str) -> str | None:
+def why_decoded(problem: MatmulProblem, target: TargetDevice, name: str) -> str | None:
     """Returns why an implementation takes values of activations instead of codes, or `None` if it takes codes."""
     if problem.activations is None or IMPLEMENTATIONS[name].takes_codes(problem, target):
         return None

@@ -21,7 +21,7 @@ from .._array.value import AbstractArrayValue
 from .._report import Report, report_table
 from .._types import PyTree
 from .dispatch import choose, IMPLEMENTATIONS, multiplied_types, refusal_of, why_decoded
-from .problem import MatmulProblem, problem_of, Target
+from .problem import MatmulProblem, problem_of, TargetDevice
 from .rounded_rules import compute_rounded
 from .rows import Activations
 from .selected import SelectedArray
@@ -104,7 +104,7 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
         verdicts = {"dense": f"{why}: dequantize, then multiply"}
         return MatmulExplanation(problem, platform, "dense", verdicts, f"{dtype} x {dtype}")
     problem = problem_of(*product)
-    target = Target(platform)
+    target = TargetDevice(platform)
     name, reason = choose(target, problem, None)
     decoded = why_decoded(problem, target, name)
     reason = reason if decoded is None else f"{reason}. Activations are decoded: {decoded}"
@@ -121,7 +121,7 @@ def implementation_of(equation: JaxprEqn) -> str:
     params = equation.params
     operands = operands_of([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
     problem = problem_of(*operands, params["transpose"], params["precision"])
-    return choose(Target(_platform(None)), problem, params["implementation"])[0]
+    return choose(TargetDevice(_platform(None)), problem, params["implementation"])[0]
 
 
 def _products(

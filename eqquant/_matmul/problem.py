@@ -12,7 +12,7 @@ from .._array.dequantize import has_plain_scales
 from .._formats.base import AbstractFormat
 from .._formats.layout import layout_of
 from .._native.layout import Layout
-from .kernels.target import Target as Target
+from .kernels.target import TargetDevice as TargetDevice
 from .rows import Activations
 from .selected import SelectedArray
 

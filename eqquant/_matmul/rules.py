@@ -28,7 +28,7 @@ from .._numerics.primitives import batch_axis_size, compile_alone, move_batch_ax
 from .._types import PyTreeDef
 from . import dispatch
 from .partition import divide_product
-from .problem import problem_of, Target
+from .problem import problem_of, TargetDevice
 from .selected import SelectedArray
 
 
@@ -44,7 +44,7 @@ def _abstract(
 
 
 def _compute(
-    target: Target,
+    target: TargetDevice,
     *args: Array,
     x_tree: PyTreeDef,
     w_tree: PyTreeDef,
@@ -83,14 +83,14 @@ def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **pa
     if _compat.is_partly_manual(context):
         # It would gather the operands of a kernel, and every device would compute the whole product.
         no_kernels = "in a `shard_map` over some axes of a mesh the compiler divides the product along the others"
-    target = Target(platform, _compat.device_kind(context), _compat.compute_capability(context), no_kernels)
+    target = TargetDevice(platform, _compat.device_kind(context), _compat.compute_capability(context), no_kernels)
     compute = ft.partial(_compute, target, devices=devices)
     return mlir.lower_fun(compute, multiple_results=False)(context, *args, **params)
 
 
 def _here(*args: Array, **params: object) -> Array:
     platform = next(iter(args[0].devices())).platform
-    return _compute(Target("cuda" if platform == "gpu" else str(platform)), *args, **params)  # pyright: ignore[reportArgumentType]
+    return _compute(TargetDevice("cuda" if platform == "gpu" else str(platform)), *args, **params)  # pyright: ignore[reportArgumentType]
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Tangent], **params: object) -> tuple[Array, Tangent]:

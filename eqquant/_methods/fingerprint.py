@@ -1,4 +1,4 @@
-"""Fingerprints of weights: a few sums, by which statistics recognize the weight whose inputs they are."""
+"""Fingerprints of weights: sums by which statistics recognize their weight."""
 
 import jax
 import jax.core
@@ -16,7 +16,7 @@ _FAR = 0.05
 
 
 def fingerprint(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> np.ndarray | None:
-    """Returns a few sums of the values of a weight, each with other signs; `None` for a weight without values.
+    """Returns sums of the values of a weight with random signs, or `None` for a weight without values.
 
     Random signs keep lengths: the distance of two fingerprints is about that of the weights, times the square root of
     the number of sums. The signs are products of one for each axis, so that the sums are one product with few columns,
@@ -46,7 +46,9 @@ def _signs(length: int, seed: int) -> Float32[Array, "length sums"]:
 
 
 def check_same_weight(inputs: object, what: str, leaf: str, x: Array | np.ndarray | jax.ShapeDtypeStruct) -> None:
-    """Raises if statistics `inputs`, which errors call `what`, were collected with other values of a weight `x`.
+    """Raises if the statistics `inputs` were collected with other values of the weight `x`.
+
+    Errors call the statistics `what`.
 
     Statistics without a fingerprint pass: those made by hand, or after `without_fingerprints`. So do weights without
     values.

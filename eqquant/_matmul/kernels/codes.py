@@ -20,7 +20,7 @@ from ..._native.layout import Layout
 from ..._numerics import packing
 from ..._numerics.blocks import expand
 from .packed import decode_scale, look_up, Packed
-from .target import Target
+from .target import TargetDevice
 
 
 Kind = Literal["int8", "float8", "bfloat16"]
@@ -31,7 +31,7 @@ _LONGEST = 2**15
 _PARTIAL_BYTES, _ROWS_BYTES = 2**26, 2**21
 
 
-def kind_of(x: Layout, w: Layout, target: Target) -> Kind | None:
+def kind_of(x: Layout, w: Layout, target: TargetDevice) -> Kind | None:
     """Returns the type that a product of codes is computed in, or `None` if the platform is no faster at it."""
     if x.offsets or w.offsets:
         return None

@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from ..._native import calls, library
 from ..._native.layout import Layout, Stored
-from .target import Target
+from .target import TargetDevice
 
 
 def supports(
@@ -22,7 +22,7 @@ def supports(
     *,
     transpose: bool,
     precision: str,
-    target: Target = Target("cpu"),
+    target: TargetDevice = TargetDevice("cpu"),
 ) -> str | None:
     """Returns why the kernel cannot take the product, or `None` if it can."""
     del transpose, precision, target
@@ -40,7 +40,7 @@ def matmul(
     *,
     transpose: bool,
     precision: str,
-    target: Target = Target("cpu"),
+    target: TargetDevice = TargetDevice("cpu"),
     by_columns: tuple[bool, bool] = (False, False),
 ) -> Float[Array, "*batch y_rows y_columns"]:
     """Computes the product, for operands that `supports` accepts.

@@ -12,10 +12,12 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int8, UInt8
 
 from ..._native import calls, library
 from ..._native.layout import Layout, Stored
-from .target import Target
+from .target import TargetDevice
 
 
-def supports(layout: Layout, m: int, n: int, dtype: DTypeLike, *, target: Target = Target("cpu")) -> str | None:
+def supports(
+    layout: Layout, m: int, n: int, dtype: DTypeLike, *, target: TargetDevice = TargetDevice("cpu")
+) -> str | None:
     """Returns why the kernel cannot take the product with a result of `dtype`, or `None` if it can."""
     del target
     if jnp.dtype(dtype) not in calls.DTYPES:

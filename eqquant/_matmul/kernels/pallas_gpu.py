@@ -30,7 +30,7 @@ from ..._native.layout import Layout
 from ..._numerics import packing
 from .packed import alignment, decode_scale, no_pallas_reads, Packed
 from .ptx import decode, table_of
-from .target import Target
+from .target import TargetDevice
 from .xla import add_rest
 
 
@@ -105,7 +105,7 @@ def _split(config: Config, device: str, tiles: int, steps: int) -> int:
 
 
 def supports(
-    layout: Layout, m: int, n: int, dtype: DTypeLike, *, transpose: bool, precision: str, target: Target
+    layout: Layout, m: int, n: int, dtype: DTypeLike, *, transpose: bool, precision: str, target: TargetDevice
 ) -> str | None:
     """Returns why the kernel cannot take the product, or `None` if it can."""
     del transpose, precision
@@ -294,7 +294,7 @@ def matmul(
     *,
     transpose: bool,
     precision: str,
-    target: Target = Target("cuda"),
+    target: TargetDevice = TargetDevice("cuda"),
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m outer"]:

@@ -29,7 +29,7 @@ from ... import _compat
 from ..._native.layout import Layout
 from ..._numerics import packing
 from .packed import alignment, decode_scale, no_pallas_reads, Packed
-from .target import Target
+from .target import TargetDevice
 from .vpu import decode_float16, Decoder, is_looked_up, LANES
 from .xla import add_rest
 
@@ -124,7 +124,7 @@ class Tiling(NamedTuple):
 
 
 def supports(
-    layout: Layout, m: int, n: int, dtype: DTypeLike, *, transpose: bool, precision: str, target: Target
+    layout: Layout, m: int, n: int, dtype: DTypeLike, *, transpose: bool, precision: str, target: TargetDevice
 ) -> str | None:
     """Returns why the kernel cannot take the product, or `None` if it can."""
     del target
@@ -151,7 +151,7 @@ def matmul(
     *,
     transpose: bool,
     precision: str,
-    target: Target = Target("tpu"),
+    target: TargetDevice = TargetDevice("tpu"),
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m outer"]:

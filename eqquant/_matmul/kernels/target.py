@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Target(NamedTuple):
+class TargetDevice(NamedTuple):
     """A kind of device. An unknown device is assumed to be new enough."""
 
     platform: str  # "cpu", "cuda", "rocm", "tpu"

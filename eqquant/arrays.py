@@ -1,4 +1,4 @@
-"""The classes of arrays that functions of the library make, for `isinstance` and annotations."""
+"""Classes of arrays that functions make, for `isinstance` and annotations."""
 
 from ._matmul.selected import SelectedArray as SelectedArray
 from ._wrappers.activation import ActivationQuantizedArray as ActivationQuantizedArray

@@ -1,5 +1,4 @@
-"""`eqq.take_layer`: layers and experts of a stack, against the arrays themselves, and what a compiled program "
-"copies."""
+"""`eqq.take_layer`: layers and experts of a stack, against the arrays themselves."""
 
 import re
 

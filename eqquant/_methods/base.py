@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._export import register_export
@@ -124,7 +122,7 @@ class AbstractMethod(eqx.Module):
         if self.statistic is not None and (self.inputs is not None or self.method is not None):
             check_statistic(self.inputs, self.statistic, type(self).__name__, name, shape, axes)
 
-    def check_weight(self, name: str, x: Array | np.ndarray | jax.ShapeDtypeStruct) -> None:
+    def check_weight(self, name: str, x: object) -> None:
         """Raises if statistics were collected with other values of an array `x`. Errors call it `name`."""
         check_same_weight(self.inputs, f"`inputs` of {type(self).__name__}", name, x)
         if self.method is not None:

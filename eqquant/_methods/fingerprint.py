@@ -15,14 +15,14 @@ SUMS = 16
 _FAR = 0.05
 
 
-def fingerprint(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> np.ndarray | None:
+def fingerprint(x: Array | np.ndarray) -> np.ndarray | None:
     """Returns sums of the values of a weight with random signs, or `None` for a weight without values.
 
     Random signs keep lengths: the distance of two fingerprints is about that of the weights, times the square root of
     the number of sums. The signs are products of one for each axis, so that the sums are one product with few columns,
     and small ones.
     """
-    if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not jnp.issubdtype(x.dtype, jnp.floating):
+    if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
         return None
     # JAX refuses some dtypes of NumPy's.
     return np.asarray(_sum_with_signs(x.astype(np.float32) if isinstance(x, np.ndarray) else x))
@@ -45,7 +45,7 @@ def _signs(length: int, seed: int) -> Float32[Array, "length sums"]:
     return 1 - 2 * bits.astype(jnp.float32)
 
 
-def check_same_weight(inputs: object, what: str, leaf: str, x: Array | np.ndarray | jax.ShapeDtypeStruct) -> None:
+def check_same_weight(inputs: object, what: str, leaf: str, x: object) -> None:
     """Raises if the statistics `inputs` were collected with other values of the weight `x`.
 
     Errors call the statistics `what`.
@@ -53,7 +53,7 @@ def check_same_weight(inputs: object, what: str, leaf: str, x: Array | np.ndarra
     Statistics without a fingerprint pass: those made by hand, or after `without_fingerprints`. So do weights without
     values.
     """
-    if not is_collected(inputs) or tuple(inputs.shape) != tuple(x.shape):
+    if not is_collected(inputs) or not isinstance(x, (jax.Array, np.ndarray)) or tuple(inputs.shape) != x.shape:
         return
     known = getattr(inputs, "fingerprint", None)
     if known is None or (found := fingerprint(x)) is None:

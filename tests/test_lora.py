@@ -275,6 +275,7 @@ def test_more_than_the_factors_with_a_spec(getkey):
 # Merging
 
 
+@pytest.mark.filterwarnings("ignore:Rounding keeps")  # of one or two bits
 @pytest.mark.parametrize("name", KINDS)
 def test_merge_quantizes_again(name, getkey):
     format = FORMATS[name].format
@@ -302,6 +303,37 @@ def test_merge_into_float(getkey):
     merged = eqq.merge_lora(adapted)
     assert jtu.tree_structure(merged) == jtu.tree_structure(model)
     assert_close(merged.layers[1].weight, model.layers[1].weight + adapted.layers[1].weight.delta(), 1e-6)
+
+
+def train_shortly(getkey):
+    """A linear layer after a few small steps, with inputs that vary in few directions, and the dense merge."""
+    layer = eqq.quantize_tree(eqx.nn.Linear(64, 64, key=getkey()), "nf4")
+    x = jr.normal(getkey(), (200, 6)) @ jr.normal(getkey(), (6, 64))
+    adapted = eqq.loraify(layer, 4, key=getkey())
+    adapted = eqx.tree_at(lambda m: m.weight.b, adapted, 0.003 * jr.normal(getkey(), (64, 4)))
+    return layer, adapted, x
+
+
+def test_merge_warns_of_lost_factors(getkey):
+    layer, adapted, _ = train_shortly(getkey)
+    with pytest.warns(UserWarning, match=r"Rounding keeps [0-9]% of what.*`eqq.merge_lora\(model, method=eqq.GPTQ"):
+        eqq.merge_lora(adapted)
+    jax.jit(eqq.merge_lora)(adapted)  # where values are unknown
+    eqq.merge_lora(eqx.tree_at(lambda m: m.weight.b, adapted, jnp.ones((64, 4))))
+
+
+def test_merge_with_statistics_keeps_the_gain(getkey):
+    layer, adapted, x = train_shortly(getkey)
+    dense = eqq.merge_lora(adapted, dense=True)
+    stats = eqq.calibrate.collect_stats(dense, [x], gram=True)
+    with pytest.warns(UserWarning, match="near its base"):
+        plain = eqq.merge_lora(adapted)
+    merged = eqq.merge_lora(adapted, method=eqq.GPTQ(stats))
+    assert jtu.tree_structure(merged) == jtu.tree_structure(layer)
+    error = lambda m: float(jnp.linalg.norm(jax.vmap(m)(x) - jax.vmap(dense)(x)))
+    assert error(merged) < 0.5 * error(plain)
+    with pytest.raises(ValueError, match="weight"):
+        eqq.merge_lora({"other": adapted}, method=eqq.GPTQ(stats))
 
 
 # Bad input

@@ -401,3 +401,37 @@ def test_bad_input():
         eqq.low_precision_training(model, gradient="int9")
     with pytest.raises(ValueError, match="axes of equal length"):
         eqq.low_precision_training(model).head.weight @ jnp.ones(7)
+
+
+# Policies of mixed precision
+
+
+def cast_floats(tree, dtype):
+    """As `cast_to_compute` of jmp's policies."""
+    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
+
+
+POLICY_MODELS = {
+    "quantized": lambda m: eqq.quantize_tree(m, "int8", dtype=jnp.bfloat16),
+    "activations": lambda m: eqq.quantize_tree(m, "int8", dtype=jnp.bfloat16, activations="int8"),
+    "factors": lambda m: eqq.loraify(eqq.quantize_tree(m, "int8", dtype=jnp.bfloat16), 2, key=jr.key(0)),
+    "simulated": lambda m: eqq.quantize_tree(m, "int8", dtype=jnp.bfloat16, simulate=True),
+    "scaled": lambda m: eqx.tree_at(
+        lambda m: m.weight,
+        m,
+        eqq.arrays.ScaledArray(eqq.quantize(m.weight, "int8", dtype=jnp.bfloat16), jnp.ones(64, jnp.bfloat16)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", POLICY_MODELS)
+def test_dtypes_after_a_cast_follow_the_logical_dtype(kind, getkey):
+    """A cast of all floats leaves the logical dtype, and results have its dtype or that of the input, the wider."""
+    layer = eqx.nn.Linear(64, 32, use_bias=False, key=getkey())
+    model = POLICY_MODELS[kind](layer)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        cast = cast_floats(model, dtype)
+        assert cast.weight.dtype == jnp.bfloat16
+        for x in (jnp.bfloat16, jnp.float32):
+            with jax.numpy_dtype_promotion("standard"):
+                assert cast(jnp.ones(64, x)).dtype == x

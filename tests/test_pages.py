@@ -127,6 +127,7 @@ def test_mixed_precision(monkeypatch, capsys):
     assert "increase of the loss" in out and "A plan, nothing is quantized yet." in out
 
 
+@pytest.mark.filterwarnings("ignore:Rounding keeps")  # of one step of QLoRA
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page", ("quantize.md", "calibrate.md", "transforms.md", "mixed_precision.md", "activations.md", "training.md")

@@ -2,8 +2,10 @@
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
+import jax.core
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
@@ -15,6 +17,7 @@ from .._array.checks import as_method, check_finite, MethodLike
 from .._array.quantize import requantize_like
 from .._errors import teach_keywords
 from .._mesh import full_spec, place
+from .._numerics.axes import as_axes
 from .._tree.leaves import identity, Leaf
 from .._tree.placement import current_sharding
 from .._tree.select import (
@@ -40,6 +43,9 @@ from .._wrappers.simulated import FakeQuantizedArray
 
 # The key type of `Mapping` is invariant, so the union needs each kind of key.
 Ranks = int | Mapping[str, int | None] | Mapping[re.Pattern[str], int | None] | Mapping[Pattern, int | None]
+
+# Below this share of what the factors add, a merged model is nearer to its base than to the trained model.
+_KEPT = 0.5
 
 _BY_PATH = 'Write ranks by path: `rank={"*.attention.*": 8, "head": None}`.'
 
@@ -188,13 +194,21 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None 
         model = eqq.merge_lora(model)
         ```
 
+        ```python
+        stats = eqq.calibrate.collect_stats(eqq.merge_lora(model, dense=True), batches, gram=True)
+        model = eqq.merge_lora(model, method=eqq.GPTQ(stats))  # keeps more of what short training gained
+        ```
+
+    A code moves only if the factors change its value by about half a step. After a short run few do, and rounding loses
+    most of what the factors learned: then a warning says how much of it is left.
+
     **Arguments:**
 
     - `model`: any pytree with factors.
     - `dense`: whether to return dense arrays for quantized weights. Otherwise quantizes the sum to the same format,
         which rounds again.
     - `method`: how the codes of the sum are found: [`eqquant.AbsMax`][] unless given. Pass the one that the base was
-        quantized with.
+        quantized with, or one with statistics, as above: they are found by the path of the weight.
 
     **Returns:**
 
@@ -202,8 +216,12 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None 
 
     **Raises:**
 
-    `ValueError` if the model has no factors, or, outside `jit`, if a sum is not finite.
+    `ValueError` if the model has no factors, if `method` lacks the statistics of a weight, or, outside `jit`, if a sum
+    is not finite. Warns, outside `jit`, if rounding keeps less than half of what the factors add, unless `method` has
+    statistics.
     """
+    found_by = as_method(method)
+    kept: list[tuple[float, float]] = []
     is_adapted = lambda x: isinstance(x, LoraArray)
     selections = select_nodes(model, is_adapted)
     if all(reason is not None for _, reason in selections):
@@ -214,12 +232,38 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None 
         check_finite(merged, leaf.path)
         if dense or not isinstance(base, QuantizedArray):
             return merged
-        new = requantize_like(base, merged, method=as_method(method).for_leaf(leaf.path))
+        own = found_by.for_leaf(leaf.path)
+        own.check(leaf.path, base.shape, as_axes(base.axis))
+        new = requantize_like(base, merged, method=own)
         # Factors that add nothing leave every code as it was: formats may round their own values to others.
         changes = (leaf.value.delta() != 0).any()
-        return jtu.tree_map(lambda new, old: jnp.where(changes, new, old), new, base)
+        new = jtu.tree_map(lambda new, old: jnp.where(changes, new, old), new, base)
+        if not isinstance(changes, jax.core.Tracer) and changes:
+            kept.append(_projection(new.dequantize(), base.dequantize(), leaf.value.dequantize()))
+        return new
 
-    return replace_selected(model, selections, merge, is_adapted)
+    result = replace_selected(model, selections, merge, is_adapted)
+    if kept and found_by.inputs is None:
+        _warn_of_lost_factors(sum(part for part, _ in kept) / sum(whole for _, whole in kept))
+    return result
+
+
+def _projection(merged: Array, base: Array, exact: Array) -> tuple[float, float]:
+    """Returns how far a merge moves a weight in the direction of its factors, and how far they do, both squared."""
+    merged, base, exact = (x.astype(jnp.float32) for x in (merged, base, exact))
+    added = exact - base
+    return float(jnp.vdot(merged - base, added)), float(jnp.vdot(added, added))
+
+
+def _warn_of_lost_factors(kept: float) -> None:
+    if kept < _KEPT:
+        warnings.warn(
+            f"Rounding keeps {max(kept, 0):.0%} of what the factors add, so the merged model is near its base. Keep "
+            "the factors apart, merge with `dense=True`, or collect statistics of the dense merge, "
+            "`stats = eqq.calibrate.collect_stats(eqq.merge_lora(model, dense=True), batches, gram=True)`, and call "
+            "`eqq.merge_lora(model, method=eqq.GPTQ(stats))`.",
+            stacklevel=3,
+        )
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:

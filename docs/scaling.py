@@ -187,22 +187,6 @@ def tensor_parallel() -> str:
     return markdown(("Model", f"All-reduces, {tokens} tokens:", *(f"Even, {name}:" for name in FORMATS)), rows)
 
 
-def break_even() -> str:
-    """Tokens per device from which computing with a layer takes as long as gathering it."""
-    links = {
-        "H100, NVLink": (989e12, 450e9),
-        "H100, 400 Gb/s network": (989e12, 50e9),
-        "TPU v5e, links of the torus": (197e12, 200e9),
-        "TPU v5p, links of the torus": (459e12, 600e9),
-    }
-    layers, rows = one_layer(MODELS[1]), []
-    for name, (flops, bandwidth) in links.items():
-        per_token = 2 * eqq.count_params(layers[0]) / flops
-        tokens = (f"{gathered(w, abstract_mesh(64, 1)) / bandwidth / per_token:,.0f}" for w in layers)
-        rows.append((name, f"{flops / 1e12:.0f}", f"{bandwidth / 1e9:.0f}", *tokens))
-    return markdown(("Link", "TFLOP/s:", "GB/s:", *(f"{name}:" for name in FORMATS)), rows)
-
-
 #
 # The check: what compilers make of it
 #
@@ -299,7 +283,7 @@ def check_tpu(topology: str) -> str:
 #
 
 
-TABLES = (memory, traffic, tensor_parallel, break_even)
+TABLES = (memory, traffic, tensor_parallel)
 
 
 def main() -> int:

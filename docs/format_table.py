@@ -195,7 +195,7 @@ def training_memory() -> str:
 def methods() -> str:
     """What searching for scales gains, by format and method."""
     weights = [w[:1024] for w in (normal_weights(), heavy_tailed_weights())]
-    formats = (eqq.Int2(), eqq.Int4(), eqq.Int8(block_size=64), eqq.NF4(), eqq.MXFP4(), eqq.Ternary(block_size=64))
+    formats = (eqq.Int2(), eqq.Int4(), eqq.NF4(), eqq.MXFP4())
 
     @jax.jit
     def robust(x: Float32[Array, "*shape"], y: Float32[Array, "*shape"]) -> Float32[Array, ""]:
@@ -216,18 +216,15 @@ def methods() -> str:
 # What the mixes of `benchmarks/accuracy.py` are: linear layers, those with more bits, and words.
 MIXES = {
     "2.57": "3 bits; words 2, weighed",
-    "2.76": "3 bits, value 5, output 4; words 2, weighed",
     "3.30": "NF4, value and output 5; words 2, weighed",
     "3.78": "NF4, value and output 5; words 3",
     "4.13, no data": "5 bits, value 6; words 3; no data",
     "4.25": "5 bits, value and output 6; words 3",
-    "4.32": "5 bits, value and output 6; words 3 in blocks of 48, weighed",
     "4.80": "5 bits, value and output 6; words 4",
     "W8A8 per token": "8 bits x 8 bits, a scale and a zero point for each token",
     "W8A8 per token, rotated": "the same, rotated",
     "W8A8 static": "8 bits x 8 bits, scales from calibration",
     "W4A4 per token, rotated": "4 bits x 4 bits, a scale and a zero point for each token, rotated; words 8",
-    "W4A4 in blocks of 64, rotated": "the same, for each 64 values of a token",
 }
 
 
@@ -252,10 +249,9 @@ def accuracy() -> str:
                 of("nearest", 3, 1),
                 "" if peers is None else f"{peers:g}",
                 " + ".join(f"{row['seconds']:.0f}" for row in first),
-                f"{max(row['gigabytes'] for row in first):.1f}",
             )
         )
-    header = ("Weights", "Bits:", "Cosine:", "Same 10:", "Trained:", "Same 10:", "Others:", "Seconds:", "Peak GB:")
+    header = ("Weights", "Bits:", "Cosine:", "Same 10:", "Trained:", "Same 10:", "Others:", "Seconds:")
     return markdown(header, rows)
 
 

@@ -1,4 +1,4 @@
-"""The formats of GGUF files and of MLX. Names such as `"q4_k"` work wherever a format is taken."""
+"""The formats of GGUF files and of MLX, which names such as `"q4_k"` mean everywhere."""
 
 from ._formats import (
     IQ4_NL as IQ4_NL,

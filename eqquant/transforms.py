@@ -1,4 +1,4 @@
-"""Changes of a float model that make it lose less when it is quantized. See `docs/transforms.md`."""
+"""Changes of a float model that make it lose less when it is quantized."""
 
 from ._tree.folds import FoldInto as FoldInto, ResidualStream as ResidualStream
 from ._tree.pairs import bert_pairs as bert_pairs, llama_pairs as llama_pairs, llama_rotations as llama_rotations

@@ -63,7 +63,7 @@ def _on_dense(
 
 
 def _lost_in_jax(w: "AbstractArrayValue") -> str:
-    """Returns what the dense array of a weight does not do, or what that of an array within it does not; or ""."""
+    """Returns what the dense array of a weight does not do, or ""."""
     if w.lost_in_jax:
         return w.lost_in_jax
     parts = jax.tree_util.tree_leaves(w, is_leaf=lambda x: x is not w and isinstance(x, AbstractArrayValue))

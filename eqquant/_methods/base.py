@@ -123,7 +123,7 @@ class AbstractMethod(eqx.Module):
             check_statistic(self.inputs, self.statistic, type(self).__name__, name, shape, axes)
 
     def check_weight(self, name: str, x: object) -> None:
-        """Raises if statistics were collected with other values of an array `x`. Errors call it `name`."""
+        """Raises if statistics were collected with other values of the array `x`, called `name`."""
         check_same_weight(self.inputs, f"`inputs` of {type(self).__name__}", name, x)
         if self.method is not None:
             self.method.check_weight(name, x)

@@ -16,7 +16,9 @@ _FAR = 0.05
 
 
 def fingerprint(x: Array | np.ndarray) -> np.ndarray | None:
-    """Returns sums of the values of a weight with random signs, or `None` for a weight without values.
+    """Returns sums of the values of a weight, with random signs.
+
+    `None` for a weight without values.
 
     Random signs keep lengths: the distance of two fingerprints is about that of the weights, times the square root of
     the number of sums. The signs are products of one for each axis, so that the sums are one product with few columns,

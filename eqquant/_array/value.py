@@ -123,7 +123,10 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         return jax.core.ShapedArray(self.shape, self.dtype)
 
     def materialise(self) -> Array:
-        """For Quax: the array that an operation without a rule sees. Warns of what is lost by that."""
+        """For Quax: the array that an operation without a rule sees.
+
+        Warns of what is lost by that.
+        """
         if lost := _lost_in_jax(self):
             line, operation = _compat.current_line(), _compat.operation_of_quax()
             by = "An operation" if operation is None else f"`{operation}`"

@@ -139,7 +139,10 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         return self.dequantize()
 
     def dense_for_jax(self) -> Array:
-        """For JAX: the array that its functions see, the same as `dequantize`. Warns of what is lost by that."""
+        """For JAX: the array that its functions see, the same as `dequantize`.
+
+        Warns of what is lost by that.
+        """
         if lost := _lost_in_jax(self):
             warnings.warn(
                 f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so {lost}. Write "

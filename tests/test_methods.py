@@ -371,6 +371,7 @@ def test_rows_by_hand(contract_row):
     np.testing.assert_array_equal(eqq.extend.decode_rows(encoded, format), q.dequantize())
 
 
+@pytest.mark.filterwarnings("ignore:Rounding keeps")
 def test_merging_and_planning_take_a_method():
     model = eqq.loraify(eqq.quantize_tree({"w": heavy((64, 64))}, "int4", method=eqq.MSE()), rank=2, key=jr.key(0))
     model = eqx.tree_at(lambda m: m["w"].b, model, jnp.full((64, 2), 0.1))

@@ -44,8 +44,8 @@ from .._wrappers.simulated import FakeQuantizedArray
 # The key type of `Mapping` is invariant, so the union needs each kind of key.
 Ranks = int | Mapping[str, int | None] | Mapping[re.Pattern[str], int | None] | Mapping[Pattern, int | None]
 
-# Below this share of what the factors add, a merged model is nearer to its base than to the trained model.
-_KEPT = 0.5
+# Below this share of what the factors add, a merged model is near its base.
+_KEPT = 0.25
 
 _BY_PATH = 'Write ranks by path: `rank={"*.attention.*": 8, "head": None}`.'
 
@@ -217,8 +217,8 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None 
     **Raises:**
 
     `ValueError` if the model has no factors, if `method` lacks the statistics of a weight, or, outside `jit`, if a sum
-    is not finite. Warns, outside `jit`, if rounding keeps less than half of what the factors add, unless `method` has
-    statistics.
+    is not finite. Warns, outside `jit`, if rounding keeps less than a quarter of what the factors add, unless `method`
+    has statistics.
     """
     found_by = as_method(method)
     kept: list[tuple[float, float]] = []

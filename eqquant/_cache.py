@@ -90,8 +90,8 @@ class QuantizedCache(eqx.Module):
         **Raises:**
 
         `ValueError` if the shape has fewer than three axes, if the window does not hold whole blocks of the keys, or if
-        a format has no blocks of tokens. `TypeError` if a size is no whole number, a format no
-        format, or `dtype` not of floats.
+        a format has no blocks of tokens. `TypeError` if a size is no whole number, a format no format, or `dtype` not
+        of floats.
         """
         shape = _check_shape(shape)
         if not jnp.issubdtype(dtype, jnp.floating):

@@ -151,9 +151,8 @@ def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
     **Returns:**
 
     The same tree. Instead of a [`eqquant.QuantizedArray`][] it has a [`eqquant.arrays.SelectedArray`][], which behaves
-    like
-    it. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are copied, since gradients
-    go to the arrays themselves.
+    like it. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are copied, since
+    gradients go to the arrays themselves.
 
     **Raises:**
 

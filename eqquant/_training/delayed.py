@@ -42,11 +42,10 @@ def delayed_scaling(
     r"""Keeps the scales of a model that was made by `eqq.low_precision_training(..., delayed=True)`: *delayed scaling*.
 
     Each [`eqquant.arrays.LowPrecisionArray`][] of such a model holds three floats, the largest magnitudes that its
-    products
-    expect of $x$, $W$ and $\mathrm d y$. Their gradients are no gradients, but the magnitudes that the products of
-    this step saw. The wrapper puts these into a history, and returns updates by which the model then holds the largest
-    of the history. All else is left to the wrapped optimizer, which sees no magnitudes: neither its moments nor its
-    weight decay nor the clipping of gradients.
+    products expect of $x$, $W$ and $\mathrm d y$. Their gradients are no gradients, but the magnitudes that the
+    products of this step saw. The wrapper puts these into a history, and returns updates by which the model then holds
+    the largest of the history. All else is left to the wrapped optimizer, which sees no magnitudes: neither its moments
+    nor its weight decay nor the clipping of gradients.
 
     A value beyond the largest that is expected is clipped. Before the first step nothing is expected, and each product
     takes the current ones. A NaN or an infinity turns its product into NaN; a step that saw one enters the

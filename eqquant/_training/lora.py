@@ -238,12 +238,12 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None 
         # Factors that add nothing leave every code as it was: formats may round their own values to others.
         changes = (leaf.value.delta() != 0).any()
         new = jtu.tree_map(lambda new, old: jnp.where(changes, new, old), new, base)
-        if not isinstance(changes, jax.core.Tracer) and changes:
-            kept.append(_projection(new.dequantize(), base.dequantize(), leaf.value.dequantize()))
+        if found_by.inputs is None and not isinstance(changes, jax.core.Tracer) and changes:
+            kept.append(_projection(new.dequantize(), base.dequantize(), merged))
         return new
 
     result = replace_selected(model, selections, merge, is_adapted)
-    if kept and found_by.inputs is None:
+    if kept:
         _warn_of_lost_factors(sum(part for part, _ in kept) / sum(whole for _, whole in kept))
     return result
 
@@ -273,7 +273,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
     if isinstance(leaf.parent, FakeQuantizedArray):
         return "it is simulated: `finalize` first"
     if isinstance(leaf.parent, LowPrecisionArray):
-        return "its products run in low precision: call `loraify` first, and `low_precision` then"
+        return "its products run in low precision: call `loraify` first, and `low_precision_training` then"
     if (reason := part_reason(leaf, AbstractArrayAround)) is not None:
         return reason
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:

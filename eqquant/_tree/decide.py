@@ -10,7 +10,6 @@ from jaxtyping import Array
 
 from .._array.array import is_quantized
 from .._array.checks import check_not_masked, check_quantizable
-from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._methods.fingerprint import check_same_weight
@@ -269,8 +268,7 @@ def _calibrated_activations(leaf: Leaf, stats: Mapping[str, InputStatistics]) ->
         )
     if found.axis is None or found.looked_up:
         return None
-    if not isinstance(leaf.value, AbstractArrayValue):
-        check_same_weight(found, "`activations`", leaf.path, leaf.value)
+    check_same_weight(found, "`activations`", leaf.path, leaf.value)
     if not found.rows.all():
         raise InputsError(
             "`activations` must have observed every layer of a stack",

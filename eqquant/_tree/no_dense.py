@@ -33,9 +33,9 @@ def no_dense(model: PyTree = None) -> Iterator[None]:
         ```
 
     Allowed are a lookup of rows, layers and experts by [`eqquant.take_layer`][], and what an implementation of a
-    product
-    decodes inside. A function under `jax.jit` raises when it is traced; one that was traced before is traced again.
-    Contexts may be nested, and hold for the current thread alone. It also decorates a function: `@eqq.no_dense()`.
+    product decodes inside. A function under `jax.jit` raises when it is traced; one that was traced before is traced
+    again. Contexts may be nested, and hold for the current thread alone. It also decorates a function:
+    `@eqq.no_dense()`.
 
     **Arguments:**
 

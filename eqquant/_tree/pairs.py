@@ -40,8 +40,8 @@ def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "l
     """Returns the rotations of Llama and its relatives that cost nothing.
 
     By the paths of [`eqquant.io.names.llama`][], for [`eqquant.transforms.rotate`][]: the residual stream, and the
-    heads of values
-    with the outputs of attention. Only `down` remains, which takes a product of two layers and rotates online.
+    heads of values with the outputs of attention. Only `down` remains, which takes a product of two layers and rotates
+    online.
 
     A model that multiplies by its embedding to get logits needs a head of its own, because the last norm's gains move
     into it. Norms between a layer and the residual sum, as in Gemma 2, do not let a rotation through.

@@ -97,27 +97,23 @@ def quantize_tree(
         a `PartitionSpec` on the mesh of `jax.set_mesh`, or `None`. All other leaves keep their sharding: each device
         quantizes its shard of a sharded weight, and nothing is gathered.
     - `method`: the method that chooses scales and codes, or the name of one that needs no statistics (`"mse"`);
-        [`eqquant.AbsMax`][] by default. A [`eqquant.QuantConfig`][] sets the
-        method of one rule.
+        [`eqquant.AbsMax`][] by default. A [`eqquant.QuantConfig`][] sets the method of one rule.
     - `activations`: the format that products quantize the other operand to, or its lower-case name: each example gets
         scales of its own. Or the statistics of inputs that [`eqquant.calibrate.collect_stats`][] returns, which hold
         one scale for each weight. By default products take floats. A [`eqquant.QuantConfig`][] sets it for one rule.
-        Weights
-        that no product uses, such as embeddings, stay without, and if a rule reaches no others, that is an error;
-        convolutions multiply codes under [`eqquant.quaxify`][].
+        Weights that no product uses, such as embeddings, stay without, and if a rule reaches no others, that is an
+        error; convolutions multiply codes under [`eqquant.quaxify`][].
     - `learn_scales`: with `simulate`, whether scales train beside the masters, those of calibrated activations too
         (learned step sizes). They need a format with plain scales: integers, `NF4`, `FP8`.
 
     **Returns:**
 
     A tree of the same classes, in which each weight is a [`eqquant.QuantizedArray`][] (or, with `simulate`, a
-    [`eqquant.arrays.FakeQuantizedArray`][]; with `activations`, an [`eqquant.arrays.ActivationQuantizedArray`][]
-    around it). An array
-    that appears in several places of the tree is quantized once and stays shared. Weights are quantized one at a time,
-    and a large weight a chunk of rows at a time. So the peak memory is the result plus one leaf in its own dtype,
-    whatever the format and method; up to three leaves in float32 for leaves that are on several devices or have one
-    scale for the whole array.
-    If any leaf cannot be quantized, an error names it and nothing is quantized.
+    [`eqquant.arrays.FakeQuantizedArray`][]; with `activations`, an [`eqquant.arrays.ActivationQuantizedArray`][] around
+    it). An array that appears in several places of the tree is quantized once and stays shared. Weights are quantized
+    one at a time, and a large weight a chunk of rows at a time. So the peak memory is the result plus one leaf in its
+    own dtype, whatever the format and method; up to three leaves in float32 for leaves that are on several devices or
+    have one scale for the whole array. If any leaf cannot be quantized, an error names it and nothing is quantized.
 
     **Raises:**
 
@@ -131,7 +127,7 @@ def quantize_tree(
     if learn_scales and not simulate:
         raise ValueError("`learn_scales=True` must come with `simulate=True`, whose scales can train. Got it alone.")
     default = as_method(method)
-    decisions = decide(tree, format, where, axis, activations, None if method is None else default)
+    decisions = decide(tree, format, where, axis, activations, default)
     wanted = wanted_shardings(tree, [d.leaf for d in decisions], shardings)
     wanted = [_sharding_of(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)]
     work = [n for n, d in enumerate(decisions) if d.format is not None]
@@ -305,7 +301,7 @@ def plan_tree(
     if format is None and activations is not None:
         decisions = decide_activations(tree, where, activations, axis=axis, dtype=dtype, method=method)
     else:
-        decisions = decide(tree, format, where, axis, activations, None if method is None else default)  # pyright: ignore[reportArgumentType]
+        decisions = decide(tree, format, where, axis, activations, default)  # pyright: ignore[reportArgumentType]
     for decision in decisions:
         leaf, reason = decision.leaf, decision.reason
         if decision.format is None:

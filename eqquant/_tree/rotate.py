@@ -66,10 +66,9 @@ def rotate(
 
     - `model`: any pytree of floats.
     - `fold`: from patterns of what makes channels to what takes them: an [`eqquant.transforms.ResidualStream`][], or
-        for a pair of
-        layers an [`eqquant.transforms.FoldInto`][] or the pattern of a weight, as in [`eqquant.transforms.smooth`][].
-        In a pair nothing but sums
-        over tokens may stand between the two. `eqq.io.names` has those of some families of models.
+        for a pair of layers an [`eqquant.transforms.FoldInto`][] or the pattern of a weight, as in
+        [`eqquant.transforms.smooth`][]. In a pair nothing but sums over tokens may stand between the two.
+        `eqq.transforms` has those of some families of models.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`, whose inputs are rotated. By default, every
         weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions.
     - `axis`: the axis of the inputs of every weight, if it is not known: -2 for weights that are used as `x @ w`.

@@ -252,7 +252,8 @@ def smooth(
     - `method`: an [`eqquant.transforms.AWQ`][] or [`eqquant.transforms.SmoothQuant`][], with statistics of this model.
     - `fold`: from patterns of what makes channels, such as the weight and the bias of a norm, to patterns of the
         weights that take them. `{n}` matches a part of a path, and the same one on both sides; `{x:q|k}` matches
-        either. An [`eqquant.transforms.FoldInto`][] says more. `eqq.io.names` has the pairs of some families of models.
+        either. An [`eqquant.transforms.FoldInto`][] says more. `eqq.transforms` has the pairs of some
+        families of models.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`, that get factors. By default, every weight that
         [`eqquant.quantize_tree`][] would quantize, except convolutions and what is only looked up.
     - `axis`: the axis of the inputs of every weight, if it is not known: -2 for weights that are used as `x @ w`.

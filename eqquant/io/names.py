@@ -1,4 +1,4 @@
-"""Names of the arrays of model families in checkpoints, and pairs of layers.
+"""Names of the arrays of model families in checkpoints.
 
 See `docs/files.md`.
 """

@@ -152,9 +152,10 @@ def check_patterns(names: Iterable[str], rule: Sequence[str], skip: Sequence[str
 def weights_of(checkpoint: eqq.io.Checkpoint) -> list[str]:
     """Returns the names of the arrays that a format for everything quantizes. Raises if there are none."""
     import eqquant as eqq
+    from eqquant.io._convert import skeleton
 
     try:
-        plan = eqq.plan_tree(eqq.io.skeleton(checkpoint), "nf4")
+        plan = eqq.plan_tree(skeleton(checkpoint), "nf4")
     except ValueError:
         raise ValueError(
             f"{checkpoint.path} must hold weights to quantize: float arrays of two dimensions or more. Got "

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     import eqquant as eqq
     from eqquant._types import PyTree
-    from eqquant.analysis import BitPlan, LeafSensitivity
+    from eqquant.analysis._plan import BitPlan
+    from eqquant.analysis._sensitivity import LeafSensitivity
 
 
 def plan(
@@ -62,14 +63,16 @@ def plan_of(
     The weights that rules quantize count too, so that all that is quantized stays within the budget.
     """
     import eqquant as eqq
-    from eqquant.analysis import plan_bits, SensitivityReport
+    from eqquant.analysis import plan_bits
+    from eqquant.analysis._sensitivity import SensitivityReport
+    from eqquant.io._convert import skeleton
 
     options, rules = _options(formats, to), rules or {}
-    skeleton, weights = eqq.io.skeleton(checkpoint), left(weights_of(checkpoint), rules)
+    shapes, weights = skeleton(checkpoint), left(weights_of(checkpoint), rules)
     ruled = []
     if any(rules.values()):
-        ruled = [leaf for leaf in eqq.plan_tree(skeleton, rules, axis=axis).leaves if leaf.format]
-    rows = _measured(checkpoint, skeleton, weights, options, axis, method, to)
+        ruled = [leaf for leaf in eqq.plan_tree(shapes, rules, axis=axis).leaves if leaf.format]
+    rows = _measured(checkpoint, shapes, weights, options, axis, method, to)
     given, size = sum(leaf.nbytes for leaf in ruled), sum(row.size for row in rows)
     total = size + sum(math.prod(leaf.shape) for leaf in ruled)
     mixes = [[f] for f in options] if to in _ALIKE else [options]
@@ -86,7 +89,7 @@ def plan_of(
             f"{' beside the formats of --rule' if ruled else ''}. Got {budget}. Raise it{smaller}."
         )
     bits = (budget * total - 8 * given) / size
-    plans = [plan_bits(skeleton, report, bits) for report, bound in zip(reports, least, strict=True) if budget >= bound]
+    plans = [plan_bits(shapes, report, bits) for report, bound in zip(reports, least, strict=True) if budget >= bound]
     best = min(plans, key=lambda plan: plan.increase)
     if not ruled and not any(best.values()):
         raise ValueError(
@@ -105,7 +108,7 @@ def _options(formats: list[str] | None, to: str | None) -> "list[eqq.extend.Abst
 
 def _measured(
     checkpoint: "eqq.io.Checkpoint",
-    skeleton: "PyTree",
+    shapes: "PyTree",
     weights: list[str],
     options: "list[eqq.extend.AbstractFormat]",
     axis: int | None,
@@ -139,7 +142,7 @@ def _measured(
         def where(tree: "PyTree") -> "PyTree":
             return [leaf.value for leaf in named_leaves(tree) if leaf.path in wanted]
 
-        report = weight_sensitivity(skeleton, options, where=where, axis=axis, method=method, read=read)
+        report = weight_sensitivity(shapes, options, where=where, axis=axis, method=method, read=read)
     # The method is one of the whole command, so that formats are enough.
     rows = [dataclasses.replace(row, formats=tuple(options)) for row in report.leaves]
     return [_only(row, [f for f in options if row.paths[0] in fits[f]]) for row in rows]

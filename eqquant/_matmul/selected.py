@@ -150,9 +150,9 @@ def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
 
     **Returns:**
 
-    The same tree. Instead of a [`eqquant.QuantizedArray`][] it has a [`eqquant.arrays.SelectedArray`][], which behaves
-    like it. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are copied, since
-    gradients go to the arrays themselves.
+    The same tree. Instead of a [`eqquant.QuantizedArray`][] it has an array that behaves like it and reads the stack;
+    its `.taken()` is a copy. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are
+    copied, since gradients go to the arrays themselves.
 
     **Raises:**
 

@@ -39,7 +39,7 @@ def fake_quantize(
     r"""Quantizes and dequantizes `x`, and passes gradients straight through: the straight-through estimator.
 
     Returns `dequantize(quantize(x, format))`, bit for bit. Its derivative is the identity, since the derivative of
-    rounding is zero almost everywhere. Forward and reverse mode both work. `straight_through` is the same function.
+    rounding is zero almost everywhere. Forward and reverse mode both work.
 
     !!! Example
 
@@ -78,9 +78,6 @@ def fake_quantize(
     if clip:
         source = logical_order(clipped(memory_order(source, axes), q), as_axes(q.axis), q.lengths)
     return value_of(q.dequantize(), gradient_of=source)
-
-
-straight_through = fake_quantize
 
 
 class FakeQuantizedArray(AbstractArrayValue):

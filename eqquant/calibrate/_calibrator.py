@@ -141,7 +141,15 @@ class AbstractCalibrator(eqx.Module):
 
         **Returns:**
 
-        A [`eqquant.calibrate.CalibrationResult`][].
+        A pytree with
+
+        - `scale`: float32, with the quantized axis last: `()` for one scale, `(out, 1)` for one per row of a matrix,
+            `(out, blocks)` for blocks along its last axis.
+        - `zero_point`: uint8 of the same shape; `None` for a format without zero points.
+        - `min`, `max`: the range, widened to include zero: float32 of the same shape.
+        - `format`, `axis`: the calibrated format, and the axis, or axes, along which blocks run, negative.
+        - `.quantize(x, key=None)`: quantizes an array whose shape ends like that of the data, with these scales; clips
+            values outside the range. Returns a [`eqquant.QuantizedArray`][].
 
         **Raises:**
 

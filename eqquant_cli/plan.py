@@ -55,7 +55,7 @@ def plan_of(
     axis: int | None,
     method: "eqq.extend.AbstractMethod | None",
     formats: list[str] | None = None,
-    to: str | None = None,
+    dialect: str | None = None,
     rules: Rules | None = None,
 ) -> "BitPlan":
     """Returns the plan for the weights that no rule matches, having read one array at a time.
@@ -67,15 +67,15 @@ def plan_of(
     from eqquant.analysis._sensitivity import SensitivityReport
     from eqquant.io._convert import skeleton
 
-    options, rules = _options(formats, to), rules or {}
+    options, rules = _options(formats, dialect), rules or {}
     shapes, weights = skeleton(checkpoint), left(weights_of(checkpoint), rules)
     ruled = []
     if any(rules.values()):
         ruled = [leaf for leaf in eqq.plan_tree(shapes, rules, axis=axis).leaves if leaf.format]
-    rows = _measured(checkpoint, shapes, weights, options, axis, method, to)
+    rows = _measured(checkpoint, shapes, weights, options, axis, method, dialect)
     given, size = sum(leaf.nbytes for leaf in ruled), sum(row.size for row in rows)
     total = size + sum(math.prod(leaf.shape) for leaf in ruled)
-    mixes = [[f] for f in options] if to in _ALIKE else [options]
+    mixes = [[f] for f in options] if dialect in _ALIKE else [options]
     reports = [SensitivityReport(0.0, tuple(_only(row, mix) for row in rows), measured=False) for mix in mixes]
     least = [
         8 * (given + sum(min((*row.nbytes, row.dense_nbytes)) for row in report.leaves)) / total for report in reports
@@ -83,7 +83,8 @@ def plan_of(
     if not budget >= min(least):
         smallest = min((f for f in options if any(f in row.formats for row in rows)), key=lambda f: f.bits)
         reach = f"{math.ceil(100 * min(least)) / 100:.2f} bits per weight"
-        smaller = ", or let `eqquant plan` choose from smaller formats, such as --format binary" if to is None else ""
+        also = ", or let `eqquant plan` choose from smaller formats, such as --format binary"
+        smaller = also if dialect is None else ""
         raise ValueError(
             f"--budget must be at least {reach}, which {smallest} needs with its scales"
             f"{' beside the formats of --rule' if ruled else ''}. Got {budget}. Raise it{smaller}."
@@ -98,11 +99,11 @@ def plan_of(
     return best
 
 
-def _options(formats: list[str] | None, to: str | None) -> "list[eqq.extend.AbstractFormat]":
+def _options(formats: list[str] | None, dialect: str | None) -> "list[eqq.extend.AbstractFormat]":
     """Returns the formats to choose from, each once."""
     from eqquant.analysis._sensitivity import ALL_WIDTHS
 
-    spelled = formats or _CANDIDATES.get(to or "ours", ())
+    spelled = formats or _CANDIDATES.get(dialect or "ours", ())
     return list(dict.fromkeys(map(parse_format, spelled) if spelled else ALL_WIDTHS))
 
 
@@ -113,9 +114,9 @@ def _measured(
     options: "list[eqq.extend.AbstractFormat]",
     axis: int | None,
     method: "eqq.extend.AbstractMethod | None",
-    to: str | None,
+    dialect: str | None,
 ) -> "list[LeafSensitivity]":
-    """Returns the errors of each weight in the formats that the layout `to` can hold it in."""
+    """Returns the errors of each weight in the formats that the layout `dialect` can hold it in."""
     import eqquant as eqq
     from eqquant._tree.leaves import named_leaves
     from eqquant.analysis import weight_sensitivity
@@ -124,11 +125,11 @@ def _measured(
     from .output import Progress
 
     wanted = set(weights)
-    fits = {f: wanted if to is None else find_fitting(checkpoint, f, axis, to) for f in options}
+    fits = {f: wanted if dialect is None else find_fitting(checkpoint, f, axis, dialect) for f in options}
     for name in weights:
         if not any(name in names for names in fits.values()):
             raise ValueError(
-                f"--budget must reach every weight, and the layout of {to} cannot hold {name!r}, whose shape is "
+                f"--budget must reach every weight, and the layout of {dialect} cannot hold {name!r}, whose shape is "
                 f"{checkpoint.items_by_name[name].struct.shape}, in any of its formats. To leave it in float, "
                 f"beside the budget: --skip '{name}'."
             )

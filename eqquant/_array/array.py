@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import wadler_lindig as wl
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, DTypeLike, Float
 from typing_extensions import TypeVar
 
@@ -166,7 +166,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         with contextlib.nullcontext() if matrices else allow_dense():
             return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
 
-    def with_sharding(self, sharding: Any) -> "QuantizedArray":
+    def with_sharding(self, sharding: Sharding | PartitionSpec | None) -> "QuantizedArray":
         """Moves the array to a sharding of the logical array; under `jit`, constrains it.
 
         The shardings of codes, scales and zero points follow from it. The quantized axis can be divided only between
@@ -321,6 +321,12 @@ def _index_rank(index: Index) -> int:
 
 def is_quantized(x: PyTree) -> bool:
     """Returns whether `x` is a [`eqquant.QuantizedArray`][]. Pass it as `is_leaf`.
+
+    !!! Example
+
+        ```python
+        weights = jax.tree.leaves(model, is_leaf=eqq.is_quantized)
+        ```
 
     **Arguments:**
 

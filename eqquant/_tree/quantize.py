@@ -1,5 +1,7 @@
 """Quantizes whole models, or plans what that would do."""
 
+from __future__ import annotations
+
 import functools as ft
 from collections.abc import Callable, Hashable, Sequence
 

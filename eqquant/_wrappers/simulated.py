@@ -87,6 +87,13 @@ class FakeQuantizedArray(AbstractArrayValue):
     unchanged. Products, lookups and everything else use [`quantized`][eqquant.arrays.FakeQuantizedArray.quantized];
     gradients go to the master.
 
+    !!! Example
+
+        ```python
+        model = eqq.quantize_tree(model, "int4", simulate=True)
+        isinstance(model.layers[0].weight, eqq.arrays.FakeQuantizedArray)
+        ```
+
     **Arguments:**
 
     - `master`: floats, of the logical shape.
@@ -94,8 +101,9 @@ class FakeQuantizedArray(AbstractArrayValue):
     - `axis`: the quantized axis or axes, as negative numbers.
     - `logical_dtype`: the dtype of the dequantized array, which may differ from the dtype of the master.
     - `method`: the method that chooses scales and codes.
-    - `scale_bits`, `log_factor`: for learned scales, the bits of those that training began with, and the logarithms of
-        the factors by which they have changed since. The factors train.
+    - `scale_bits`, `log_factor`: for learned scales, the bits of those that training began with, uint32
+        `(*batch, blocks)`, and the logarithms of the factors by which they have changed since, float32 of the same
+        shape. The factors train.
     """
 
     master: Float[Array, "..."]

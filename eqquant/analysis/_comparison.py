@@ -1,5 +1,7 @@
 """Measures the error and the size of formats on one array."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar

@@ -1,5 +1,7 @@
 """Measures the error of every leaf of a model."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Sequence

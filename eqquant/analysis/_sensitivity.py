@@ -1,5 +1,7 @@
 """Measures the loss of a model with one leaf at a time quantized."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import re

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rich.console import Group
 from rich.markup import escape
@@ -15,6 +15,7 @@ from .._formats.base import AbstractFormat
 from .._report import Name, printable, Report, report_table, show_bytes
 from ._dialects import bitsandbytes, compressed_tensors, gguf, gpt_oss, gptq, mlx, own, safetensors, torchao
 from ._dialects.item import Item
+from ._entry import AnyArray
 from ._files import find_files
 
 
@@ -43,7 +44,7 @@ class CheckpointRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Checkpoint(Report, Mapping[str, Any]):
+class Checkpoint(Report, Mapping[str, AnyArray]):
     """A mapping from names to arrays, which are read when you ask for them.
 
     The result of [`eqquant.io.open`][].
@@ -80,7 +81,7 @@ class Checkpoint(Report, Mapping[str, Any]):
         """Bits per value over all arrays."""
         return 8 * self.nbytes / max(sum(math.prod(row.shape) for row in self.rows), 1)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> AnyArray:
         """Reads an array.
 
         Raises `KeyError` for a name that it does not have, and `ValueError` if the array is damaged, or if this

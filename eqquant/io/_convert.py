@@ -1,5 +1,7 @@
 """`eqq.io.convert`: rewrites a checkpoint for eqquant or another library, array by array."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools as ft

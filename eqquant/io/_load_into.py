@@ -1,5 +1,7 @@
 """`eqq.io.load_into`: loads a checkpoint into a model that names its leaves differently."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import os

@@ -79,8 +79,8 @@ def quantize(
         [`eqquant.HQQ`][], [`eqquant.GPTQ`][] or your own.
     - `scale`: scales to use instead of the method's: floats that broadcast to the shape of the result's `scale`,
         `(*batch, blocks)`, with the quantized axis last. Values beyond their range are clipped.
-    - `zero_point`: the code of zero for each scale, an integer from 0 to `2**bits - 1`. Required with `scale` if the
-        format has zero points; otherwise not allowed.
+    - `zero_point`: the code of zero for each scale: integers from 0 to `2**bits - 1`, in the shape of `scale`. Required
+        with `scale` if the format has zero points; otherwise not allowed.
 
     **Returns:**
 

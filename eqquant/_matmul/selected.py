@@ -145,8 +145,8 @@ def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
     **Arguments:**
 
     - `tree`: a module, or any PyTree, whose arrays all have a first axis for the layers. What is no array is kept.
-    - `index`: an integer, or an array of integers, traced or not. Negative ones count from the end. A traced one that
-        is out of bounds takes the nearest, as in JAX.
+    - `index`: an integer, or an array of integers of any shape, traced or not. Negative ones count from the end. A
+        traced one that is out of bounds takes the nearest, as in JAX.
 
     **Returns:**
 

@@ -25,7 +25,7 @@ class EncodedRows(NamedTuple):
     - `scale`: the bits of the scales as the format stores them: unsigned integers `(*batch, blocks)`, or another
         `EncodedRows` if the format quantizes its scales.
     - `zero_point`: uint8 `(*batch, blocks)`, or `None`.
-    - `offset`: as `scale`, for a format with offsets, or `None`.
+    - `offset`: as `scale`, `(*batch, blocks)`, for a format with offsets, or `None`.
     """
 
     codes: UInt8[Array, "*batch length"]

@@ -37,7 +37,8 @@ def summary(tree: PyTree) -> TreeReport:
 
     **Returns:**
 
-    A report with a row for each array. It prints as a table and has `.to_dict()`.
+    A report, which prints as a table, with the fields of that of [`eqquant.plan_tree`][]: `leaves`, a row for each
+    array, `nbytes`, `bits` and others.
     """
     rows = []
     for leaf in named_leaves(tree, _is_whole):

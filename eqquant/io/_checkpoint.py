@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.console import Group
 from rich.markup import escape
@@ -15,7 +15,6 @@ from .._formats.base import AbstractFormat
 from .._report import Name, printable, Report, report_table, show_bytes
 from ._dialects import bitsandbytes, compressed_tensors, gguf, gpt_oss, gptq, mlx, own, safetensors, torchao
 from ._dialects.item import Item
-from ._entry import AnyArray
 from ._files import find_files
 
 
@@ -44,7 +43,7 @@ class CheckpointRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Checkpoint(Report, Mapping[str, AnyArray]):
+class Checkpoint(Report, Mapping[str, Any]):
     """A mapping from names to arrays, which are read when you ask for them.
 
     The result of [`eqquant.io.open`][].
@@ -81,7 +80,7 @@ class Checkpoint(Report, Mapping[str, AnyArray]):
         """Bits per value over all arrays."""
         return 8 * self.nbytes / max(sum(math.prod(row.shape) for row in self.rows), 1)
 
-    def __getitem__(self, name: str) -> AnyArray:
+    def __getitem__(self, name: str) -> Any:
         """Reads an array.
 
         Raises `KeyError` for a name that it does not have, and `ValueError` if the array is damaged, or if this

@@ -3,9 +3,8 @@
 Nothing in the library uses it, and `import eqquant` does not load it: write `import eqquant.reference`.
 """
 
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from numbers import Integral
 from typing import Literal, NamedTuple
 
@@ -13,20 +12,17 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, UInt8
-from rich.table import Table
 
 from ._array.array import QuantizedArray
-from ._array.quantize import quantize
-from ._formats.base import AbstractAffineFormat, AbstractFormat, as_format
+from ._formats.base import AbstractAffineFormat, AbstractFormat
 from ._formats.integer import Int2, Int3, Int4, Int5, Int6, Int8
-from ._methods import AbstractMethod
 from ._numerics.blocks import absmax, BlockSize, divide, minmax
 from ._numerics.integers import affine_scale, affine_zero_point, decode_integer, encode_integer, symmetric_scale
 from ._numerics.packing import num_planes
 from ._numerics.rounding import round_half_away
-from ._report import Report, report_table
 from .analysis._comparison import Benchmark, Comparison, run_benchmark
-from .analysis._error import analyze_error, measure, Real, rows_of, sorted_levels, to_numpy, Values
+from .analysis._error import quantization_mse, Real, rows_of, sorted_levels, Values
+from .analysis._outliers import outlier_impact as outlier_impact, OutlierImpact as OutlierImpact
 
 
 # Integers of any width
@@ -427,93 +423,10 @@ def scale_sensitivity(x: Values, q: QuantizedArray, change: Real = 0.1) -> Scale
     """
     if not (-1 < change < math.inf) or change == 0:
         raise ValueError(f"`change` must be above -1 and not zero. Got {change}. It is a share: 0.1 for 10 % more.")
-    before = analyze_error(x, q).mse
+    before = quantization_mse(x, q)
     rows, scale, zero = rows_of(x, q)
     scale = scale * (1 + change)
     codes = q.format.encode(divide(rows, scale) + zero)
-    after = analyze_error(rows, ((q.format.decode(codes) - zero) * scale).astype(q.dtype)).mse
+    after = quantization_mse(rows, ((q.format.decode(codes) - zero) * scale).astype(q.dtype))
     growth = abs(after - before) / abs(change)
     return ScaleSensitivity(before, after, growth / before if before > 0 else (math.inf if growth > 0 else 0.0))
-
-
-# Outliers
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class OutlierImpact(Report):
-    """What outliers cost the values that share their scale. Made by [`eqquant.reference.outlier_impact`][].
-
-    - `percentile`: the share of magnitudes that stays unchanged, in percent.
-    - `threshold`: that percentile of the magnitudes, in the unit of the values.
-    - `mse`: the mean squared error with all values.
-    - `clipped_mse`: that of the clipped values, compared with themselves.
-    - `total_mse`: that of the clipped values, compared with the original ones: with the error of clipping.
-    - `ratio`: `mse / clipped_mse`.
-    """
-
-    percentile: float
-    threshold: float
-    mse: float
-    clipped_mse: float
-    total_mse: float
-    ratio: float
-
-    def __rich__(self) -> Table:
-        table = report_table("values", "mse")
-        table.add_row("all", f"{self.mse:.6g}")
-        table.add_row(f"clipped at {self.threshold:.4g}, percentile {self.percentile:g}", f"{self.clipped_mse:.6g}")
-        table.add_row("mse, clipping included", f"{self.total_mse:.6g}")
-        table.add_row("all over clipped", f"{self.ratio:.6g}")
-        return table
-
-
-def outlier_impact(
-    x: Values,
-    percentile: Real = 99,
-    format: AbstractFormat | str | None = None,
-    *,
-    axis: int | Sequence[int] = -1,
-    method: AbstractMethod | None = None,
-) -> OutlierImpact:
-    """Measures how much the largest values increase the error of all values that share their scale.
-
-    !!! Example
-
-        ```python
-        eqquant.reference.outlier_impact(w, 99.9).ratio
-        ```
-
-    **Arguments:**
-
-    - `x`: the values.
-    - `percentile`: the share of magnitudes, in percent, that stays unchanged. Larger magnitudes are clipped.
-    - `format`: a format, or its lower-case name. Eight-bit integers with one scale by default.
-    - `axis`: the axis along which blocks run.
-    - `method`: the method that chooses scales and codes; [`eqquant.AbsMax`][] by default.
-
-    **Returns:**
-
-    An [`eqquant.reference.OutlierImpact`][], a report that prints as a table.
-
-    **Raises:**
-
-    `ValueError` for a percentile that is not between 0 and 100, and as [`eqquant.quantize`][].
-    """
-    if not 0 < percentile < 100:
-        raise ValueError(f"`percentile` must be between 0 and 100. Got {percentile}. 99 clips the largest hundredth.")
-    if percentile <= 1:
-        raise ValueError(
-            f"`percentile` must be in percent, not a fraction. Got {percentile}. Write "
-            f"`percentile={100 * percentile:g}`."
-        )
-    values = to_numpy(x, "`x`")
-    measure(values, values, ("`x`", "`x`"))
-    magnitudes = np.sort(np.abs(values), axis=None)
-    threshold = magnitudes[min(int(percentile / 100 * magnitudes.size), magnitudes.size - 1)]
-    clipped = np.clip(values, -threshold, threshold)
-    picked = Int8("tensor") if format is None else as_format(format)
-    before = analyze_error(values, quantize(values, picked, axis=axis, method=method)).mse
-    q = quantize(clipped, picked, axis=axis, method=method)
-    after, total = analyze_error(clipped, q).mse, analyze_error(values, q).mse
-    ratio = before / after if after > 0 else (math.inf if before > 0 else 1.0)
-    return OutlierImpact(float(percentile), float(threshold), before, after, total, ratio)

@@ -244,11 +244,12 @@ PUBLIC = [
     for name in dir(package)
     if not name.startswith("_") and not isinstance(getattr(package, name), types.ModuleType)
 ]
-# The one public module that users import by itself.
+# The one public module that users import by itself: what it defines, and what it imports by its own name.
 PUBLIC += [
     f"reference.{name}"
     for name, value in vars(reference).items()
-    if not name.startswith("_") and getattr(value, "__module__", None) == "eqquant.reference"
+    if not name.startswith("_")
+    if getattr(value, "__module__", None) == "eqquant.reference" or name in reexported(reference)
 ]
 
 

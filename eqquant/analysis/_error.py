@@ -122,6 +122,11 @@ def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> Err
     return dataclasses.replace(report, arrays=(x, q))
 
 
+def quantization_mse(x: Values, q: Values) -> float:
+    """Computes the mean squared difference of two arrays."""
+    return analyze_error(x, q).mse
+
+
 def to_numpy(x: Values, name: str) -> np.ndarray:
     """Returns a dense array on the host, in its own dtype."""
     values = np.asarray(x.dequantize() if isinstance(x, AbstractArrayValue) else x)

@@ -87,13 +87,13 @@ class AbstractCodes(AbstractArrayValue):
 
     @property
     def scale(self) -> Float32[Array, "*batch blocks"]:
-        """The scales, one per block: float32 `(*batch, blocks)`, with the quantized axis last."""
+        """The scale of each block: float32 `(*batch, blocks)`, with the quantized axis last."""
         self._check_leaves()
         return self._floats(self.scale_bits)
 
     @property
     def zero_point(self) -> UInt8[Array, "*batch blocks"] | None:
-        """The zero point of each block: uint8 `(*batch, blocks)`, with the quantized axis last; `None` without them."""
+        """The zero point of each block: uint8 `(*batch, blocks)`, or `None`."""
         self._check_leaves()
         if self.zero_point_bits is None:
             return None
@@ -101,7 +101,7 @@ class AbstractCodes(AbstractArrayValue):
 
     @property
     def offset(self) -> Float32[Array, "*batch blocks"] | None:
-        """The offset of each block: float32 `(*batch, blocks)`, with the quantized axis last, or `None`."""
+        """The offset of each block: float32 `(*batch, blocks)`, or `None`."""
         self._check_leaves()
         return None if self.offset_bits is None else self._floats(self.offset_bits)
 

@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import eqquant as eqq
+from eqquant._wrappers.scaled import ScaledArray
 
 
 HERE = Path(__file__).parent
@@ -328,7 +329,7 @@ def bits_of(q: minilm.Encoder) -> float:
 
 
 def is_scaled(x: Any) -> bool:
-    return isinstance(x, eqq.arrays.ScaledArray)
+    return isinstance(x, ScaledArray)
 
 
 def distill_round(

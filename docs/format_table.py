@@ -184,7 +184,7 @@ def training_memory() -> str:
     rows = []
     for name, (model, optim) in setups.items():
         state = optim.init(model)
-        masters = eqq.tree_nbytes(state.masters) if isinstance(state, eqq.FloatMastersState) else 0
+        masters = eqq.tree_nbytes(getattr(state, "masters", ()))
         grads = eqq.filter_grad(lambda model: jnp.sum(model["w"] @ jnp.ones(n)))(model)
         weights, grads, moments = (eqq.tree_nbytes(x) for x in (model, grads, state))
         parts = (weights, grads, masters, moments - masters)

@@ -71,7 +71,6 @@ from ._training import (
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
     float_masters as float_masters,
-    FloatMastersState as FloatMastersState,
     loraify as loraify,
     merge_lora as merge_lora,
     quantize_state as quantize_state,
@@ -82,7 +81,7 @@ from ._training.mask import train_only as train_only, trainable_mask as trainabl
 from ._training.residuals import checkpoint_quantized as checkpoint_quantized
 from ._training.simulate import finalize as finalize
 from ._tree.config import QuantConfig as QuantConfig
-from ._tree.explain import CallExplanation as CallExplanation, explain as explain, WeightUse as WeightUse
+from ._tree.explain import explain as explain
 from ._tree.no_dense import no_dense as no_dense
 from ._tree.placement import tree_shardings as tree_shardings
 from ._tree.quantize import (

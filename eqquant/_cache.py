@@ -51,6 +51,11 @@ class QuantizedCache(eqx.Module):
     Scales are per token and head, for keys and for values. With `per_channel`, scales of keys belong to one number of
     one head in a group of tokens, because in many models a few numbers of each key are much larger than the others.
     Then tokens wait in a float window until their group is full, as in [KIVI](https://arxiv.org/abs/2402.02750).
+
+    - `keys`, `values`: [`eqquant.QuantizedArray`][]s, or floats, of shape `(*batch, heads, context, size)`.
+    - `recent`: the keys and the values of the newest tokens, floats of shape `(*batch, heads, window, size)`; `None`
+        without a window.
+    - `length`: how many tokens each row of the batch holds: int32 `(*batch,)`.
     """
 
     keys: Float[MaybeQuantized, "*batch heads context size"]

@@ -1,14 +1,22 @@
-"""`PyTree` and `PyTreeDef` for signatures. jaxtyping and JAX hide theirs from type checkers."""
+"""Types for signatures, where type checkers need another one than the checks at run time."""
 
-from typing import Any, TYPE_CHECKING, TypeAlias
+from typing import Any, BinaryIO, TYPE_CHECKING, TypeAlias
+
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
+    # jaxtyping and JAX hide theirs from type checkers.
     _Leaf = TypeVar("_Leaf", default=Any)
     PyTree: TypeAlias = _Leaf | Any
     PyTreeDef: TypeAlias = Any
+    BinaryFile: TypeAlias = BinaryIO
+    ShardingLike: TypeAlias = NamedSharding | PartitionSpec | None
 else:
     from jax.tree_util import PyTreeDef as PyTreeDef
     from jaxtyping import PyTree as PyTree
+
+    BinaryFile = object  # beartype's protocol of files rejects `io.BytesIO`
+    ShardingLike = object  # another one is an error of ours, which names the remedy

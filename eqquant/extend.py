@@ -1,4 +1,4 @@
-"""Base classes and helpers for formats, methods, transforms and calibrators of your own."""
+"""Base classes and helpers for formats, methods and calibrators of your own."""
 
 from ._formats.base import (
     AbstractAffineFormat as AbstractAffineFormat,
@@ -13,7 +13,4 @@ from ._methods import (
     encode_rows as encode_rows,
     EncodedRows as EncodedRows,
 )
-from ._tree.smooth import AbstractSmoothing as AbstractSmoothing
-from ._wrappers.mapped import AbstractMappedArray as AbstractMappedArray
-from ._wrappers.simulated import straight_through as straight_through
 from .calibrate._calibrator import AbstractCalibrator as AbstractCalibrator

@@ -22,6 +22,7 @@ from ._numerics.packing import num_planes
 from ._numerics.rounding import round_half_away
 from .analysis._comparison import Benchmark, Comparison, run_benchmark
 from .analysis._error import quantization_mse, Real, rows_of, sorted_levels, Values
+from .analysis._outliers import outlier_impact as outlier_impact, OutlierImpact as OutlierImpact
 
 
 # Integers of any width
@@ -129,6 +130,12 @@ def lcg_gaussian(size: int, mean: Real = 0.0, std: Real = 1.0, *, seed: int) -> 
     The state starts at `seed` and follows $s \leftarrow (1103515245\, s + 12345) \bmod 2^{31}$, with
     $u = s / 2^{31}$. Two draws give a value: $\sqrt{-2 \ln u_1} \cos 2 \pi u_2$, in float32.
 
+    !!! Example
+
+        ```python
+        w = eqquant.reference.lcg_gaussian(4096, seed=42)
+        ```
+
     **Arguments:**
 
     - `size`: the number of values.
@@ -148,6 +155,12 @@ def lcg_gaussian(size: int, mean: Real = 0.0, std: Real = 1.0, *, seed: int) -> 
 def lcg_uniform(size: int, low: Real = -1.0, high: Real = 1.0, *, seed: int) -> Float[np.ndarray, " size"]:
     """Generates uniformly distributed values with the generator of [`eqquant.reference.lcg_gaussian`][].
 
+    !!! Example
+
+        ```python
+        w = eqquant.reference.lcg_uniform(4096, -2.0, 2.0, seed=43)
+        ```
+
     **Arguments:**
 
     - `size`: the number of values.
@@ -166,6 +179,12 @@ def lcg_outliers(size: int, rate: Real = 0.01, magnitude: Real = 10.0, *, seed: 
     """Generates the values of [`eqquant.reference.lcg_gaussian`][], and replaces some by outliers.
 
     A second sequence, from `seed + 12345` on, gives the index and the sign of each outlier: plus if the state is even.
+
+    !!! Example
+
+        ```python
+        w = eqquant.reference.lcg_outliers(4096, rate=0.01, seed=44)
+        ```
 
     **Arguments:**
 
@@ -187,6 +206,12 @@ def lcg_outliers(size: int, rate: Real = 0.01, magnitude: Real = 10.0, *, seed: 
 
 def lcg_channels(channels: int, size: int, spread: Real = 5.0, *, seed: int) -> Float[np.ndarray, "channels size"]:
     """Generates channels of growing spread. The states of a sequence from `seed` on seed the channels.
+
+    !!! Example
+
+        ```python
+        w = eqquant.reference.lcg_channels(16, 256, seed=45)  # (16, 256)
+        ```
 
     **Arguments:**
 
@@ -239,7 +264,7 @@ def run_suite(size: int = 4096) -> Comparison:
 
     **Returns:**
 
-    An [`eqquant.analysis.Comparison`][], which prints as a table.
+    A report with a row for each benchmark, as that of [`eqquant.analysis.compare_formats`][].
 
     **Raises:**
 
@@ -277,6 +302,12 @@ def theoretical_sqnr(bits: int, signal: Literal["uniform", "sine"] = "uniform") 
     Two formulas are common: $6.02\,b$ for uniformly distributed values, and $6.02\,b + 1.76$ for a sine, which spends
     more time near its peaks. Real weights have tails, and a lower ratio than both.
 
+    !!! Example
+
+        ```python
+        eqquant.reference.theoretical_sqnr(8)  # 48.16 dB
+        ```
+
     **Arguments:**
 
     - `bits`: the width of a code.
@@ -307,6 +338,12 @@ def theoretical_max_error(q: QuantizedArray) -> float:
     The bound holds for formats whose levels span the range of their block: Int8, Int4, NF4 and every affine format.
     Formats that clip, such as Int2, Ternary and Binary, may exceed it.
 
+    !!! Example
+
+        ```python
+        bound = eqquant.reference.theoretical_max_error(eqq.quantize(w, "int8"))
+        ```
+
     **Arguments:**
 
     - `q`: a quantized array.
@@ -321,6 +358,12 @@ def theoretical_max_error(q: QuantizedArray) -> float:
 
 def accuracy_retention(before: Real, after: Real) -> float:
     """Computes the ratio of two errors or losses in percent: the smaller over the larger. 100 means no change.
+
+    !!! Example
+
+        ```python
+        eqquant.reference.accuracy_retention(0.5, 0.4)  # 80.0
+        ```
 
     **Arguments:**
 
@@ -342,7 +385,11 @@ def accuracy_retention(before: Real, after: Real) -> float:
 
 
 class ScaleSensitivity(NamedTuple):
-    """The mean squared error before and after all scales change, and its relative change per change of the scales."""
+    """How the error changes with the scales. Made by [`eqquant.reference.scale_sensitivity`][].
+
+    - `mse`, `changed_mse`: the mean squared error before and after all scales change.
+    - `sensitivity`: its relative change per change of the scales.
+    """
 
     mse: float
     changed_mse: float
@@ -353,6 +400,12 @@ def scale_sensitivity(x: Values, q: QuantizedArray, change: Real = 0.1) -> Scale
     r"""Measures how the error changes if all scales are a little too large or too small.
 
     With mean squared errors $e_0$ before and $e_1$ after, the sensitivity is $|e_1 - e_0| / (|\delta| e_0)$.
+
+    !!! Example
+
+        ```python
+        eqquant.reference.scale_sensitivity(w, eqq.quantize(w, "int8"), 0.1).sensitivity
+        ```
 
     **Arguments:**
 

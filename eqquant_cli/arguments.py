@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SOURCE = "A .safetensors or .gguf file, a folder, or an index of several files."
 # Names in capitals: else the usage line shows `{source}`.
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help=_SOURCE)]
-To = Annotated[
+Dialect = Annotated[
     str | None,
     typer.Option(help="gguf, bitsandbytes, compressed-tensors, gptq or mlx: whose layout. A .gguf output means gguf."),
 ]
@@ -78,9 +78,9 @@ _DEFAULTS |= {"gguf": "q4_0"}
 
 
 def format_of(
-    format: str | None, bits: int | None, group_size: int | None, to: str | None = None
+    format: str | None, bits: int | None, group_size: int | None, dialect: str | None = None
 ) -> eqq.extend.AbstractFormat:
-    """Returns the format of `--format`, or of `--bits` and `--group-size`, or the one that suits `--to`."""
+    """Returns the format of `--format`, or of `--bits` and `--group-size`, or the one that suits `--dialect`."""
     if format is not None and (bits is not None or group_size is not None):
         spelled = f"--format '{format}(block_size={group_size or 64})'"
         raise typer.BadParameter(f"--format says both already. Write {spelled}, or --bits without --format.")
@@ -89,11 +89,11 @@ def format_of(
     if bits is None:
         if group_size is not None:
             raise typer.BadParameter(f"--group-size goes with --bits. Write --format 'nf4({group_size})' for NF4.")
-        return parse_format(_DEFAULTS[to])
+        return parse_format(_DEFAULTS[dialect])
     if not 2 <= bits <= 8 or bits == 7:
         raise typer.BadParameter(f"--bits must be 2, 3, 4, 5, 6 or 8. Got {bits}.")
     block_size = 64 if group_size is None else group_size
-    return parse_format(f"mlx({bits}, {block_size})" if to == "mlx" else f"int{bits}({block_size})")
+    return parse_format(f"mlx({bits}, {block_size})" if dialect == "mlx" else f"int{bits}({block_size})")
 
 
 # Loaders of these put quantized weights into linear layers alone, and of these not into the last.
@@ -106,11 +106,11 @@ def rules_of(
     rule: Sequence[str],
     skip: Sequence[str],
     names: Iterable[str] = (),
-    to: str | None = None,
+    dialect: str | None = None,
 ) -> dict[str, eqq.extend.AbstractFormat | None]:
     """Returns the rules of `--skip` and `--rule`, in this order, and then `format`, if there is one, for all others.
 
-    Embeddings and the last layer among the weights `names` stay in float if the library `to` loads them only so.
+    Embeddings and the last layer among the weights `names` stay in float if the library `dialect` loads them only so.
     """
     rules: dict[str, eqq.extend.AbstractFormat | None] = dict.fromkeys(skip)
     for text in rule:
@@ -120,7 +120,7 @@ def rules_of(
         rules[pattern] = None if spelled.lower() in ("none", "float") else parse_format(spelled)
     if "*" in rules:
         return rules
-    names = left(names, rules) if to in _LINEAR_ALONE else []
+    names = left(names, rules) if dialect in _LINEAR_ALONE else []
     others = [pattern for pattern in _OTHERS if any(fnmatch.fnmatchcase(name, pattern) for name in names)]
     return {**rules, **dict.fromkeys(others), **({} if format is None else {"*": format})}
 
@@ -152,9 +152,10 @@ def check_patterns(names: Iterable[str], rule: Sequence[str], skip: Sequence[str
 def weights_of(checkpoint: eqq.io.Checkpoint) -> list[str]:
     """Returns the names of the arrays that a format for everything quantizes. Raises if there are none."""
     import eqquant as eqq
+    from eqquant.io._convert import skeleton
 
     try:
-        plan = eqq.plan_tree(eqq.io.skeleton(checkpoint), "nf4")
+        plan = eqq.plan_tree(skeleton(checkpoint), "nf4")
     except ValueError:
         raise ValueError(
             f"{checkpoint.path} must hold weights to quantize: float arrays of two dimensions or more. Got "
@@ -173,20 +174,21 @@ def method_of(name: str | None) -> eqq.extend.AbstractMethod | None:
     return None if name is None else methods[name.lower()]()
 
 
-def choose_layout(to: str | None, path: Path) -> str | None:
-    """Returns the layout of `--to`, or the one that the name of the output means; `None` for our own."""
-    if to not in (None, *LAYOUTS):
-        raise typer.BadParameter(f"--to must be {', '.join(LAYOUTS)}. Got {to!r}.")
+def choose_dialect(dialect: str | None, path: Path) -> str | None:
+    """Returns the layout of `--dialect`, or the one that the name of the output means; `None` for our own."""
+    if dialect not in (None, *DIALECTS):
+        raise typer.BadParameter(f"--dialect must be {', '.join(DIALECTS)}. Got {dialect!r}.")
     if path.suffix != ".gguf":
-        return to
-    if to not in (None, "gguf"):
-        raise typer.BadParameter(f"--to {to} writes a folder. Got {str(path)!r}, the name of a GGUF file.")
+        return dialect
+    if dialect not in (None, "gguf"):
+        raise typer.BadParameter(f"--dialect {dialect} writes a folder. Got {str(path)!r}, the name of a GGUF file.")
     return "gguf"
 
 
-def check_checkpoint(path: Path, source: eqq.io.Checkpoint, to: str | None, force: bool) -> None:
-    """Raises unless a checkpoint may be written there, in the layout `to`."""
-    check_output(path, {None: ".safetensors" if _names_file(path) else "", "gguf": ".gguf"}.get(to, ""), force, source)
+def check_checkpoint(path: Path, source: eqq.io.Checkpoint, dialect: str | None, force: bool) -> None:
+    """Raises unless a checkpoint may be written there, in the layout `dialect`."""
+    suffix = {None: ".safetensors" if _names_file(path) else "", "gguf": ".gguf"}.get(dialect, "")
+    check_output(path, suffix, force, source)
 
 
 def _names_file(path: Path) -> bool:
@@ -195,18 +197,18 @@ def _names_file(path: Path) -> bool:
 
 
 def write_checkpoint(
-    source: eqq.io.Checkpoint, path: Path, rules: Rules | None = None, *, to: str | None, **options: Any
+    source: eqq.io.Checkpoint, path: Path, rules: Rules | None = None, *, dialect: str | None, **options: Any
 ) -> TreeReport:
-    """Converts a checkpoint to a file or folder, which is one of ours without `to`. Returns the report."""
+    """Converts a checkpoint to a file or folder, which is one of ours without `dialect`. Returns the report."""
     import eqquant as eqq
     from eqquant.io._convert import convert_into
 
-    if to is None and not _names_file(path):
+    if dialect is None and not _names_file(path):
         return convert_into(source, path, rules, **options)
-    return eqq.io.convert(source, path, rules, dialect=to, **options)
+    return eqq.io.convert(source, path, rules, dialect=dialect, **options)
 
 
-LAYOUTS = ("gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx")
+DIALECTS = ("gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx")
 
 
 def check_output(path: Path, suffix: str, force: bool, *sources: eqq.io.Checkpoint) -> None:
@@ -215,7 +217,8 @@ def check_output(path: Path, suffix: str, force: bool, *sources: eqq.io.Checkpoi
     No file that `sources` are read from may be replaced, under any of its names.
     """
     if suffix and path.suffix != suffix:
-        other = " Without a suffix it is a folder; `--to` writes other libraries'." if suffix == ".safetensors" else ""
+        hint = " Without a suffix it is a folder; `--dialect` writes other libraries'."
+        other = hint if suffix == ".safetensors" else ""
         raise ValueError(f"The output must end in {suffix}. Got {str(path)!r}.{other}")
     if not path.parent.is_dir():
         raise ValueError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     import eqquant as eqq
     from eqquant._types import PyTree
-    from eqquant.analysis import BitPlan, LeafSensitivity
+    from eqquant.analysis._plan import BitPlan
+    from eqquant.analysis._sensitivity import LeafSensitivity
 
 
 def plan(
@@ -54,7 +55,7 @@ def plan_of(
     axis: int | None,
     method: "eqq.extend.AbstractMethod | None",
     formats: list[str] | None = None,
-    to: str | None = None,
+    dialect: str | None = None,
     rules: Rules | None = None,
 ) -> "BitPlan":
     """Returns the plan for the weights that no rule matches, having read one array at a time.
@@ -62,17 +63,19 @@ def plan_of(
     The weights that rules quantize count too, so that all that is quantized stays within the budget.
     """
     import eqquant as eqq
-    from eqquant.analysis import plan_bits, SensitivityReport
+    from eqquant.analysis import plan_bits
+    from eqquant.analysis._sensitivity import SensitivityReport
+    from eqquant.io._convert import skeleton
 
-    options, rules = _options(formats, to), rules or {}
-    skeleton, weights = eqq.io.skeleton(checkpoint), left(weights_of(checkpoint), rules)
+    options, rules = _options(formats, dialect), rules or {}
+    shapes, weights = skeleton(checkpoint), left(weights_of(checkpoint), rules)
     ruled = []
     if any(rules.values()):
-        ruled = [leaf for leaf in eqq.plan_tree(skeleton, rules, axis=axis).leaves if leaf.format]
-    rows = _measured(checkpoint, skeleton, weights, options, axis, method, to)
+        ruled = [leaf for leaf in eqq.plan_tree(shapes, rules, axis=axis).leaves if leaf.format]
+    rows = _measured(checkpoint, shapes, weights, options, axis, method, dialect)
     given, size = sum(leaf.nbytes for leaf in ruled), sum(row.size for row in rows)
     total = size + sum(math.prod(leaf.shape) for leaf in ruled)
-    mixes = [[f] for f in options] if to in _ALIKE else [options]
+    mixes = [[f] for f in options] if dialect in _ALIKE else [options]
     reports = [SensitivityReport(0.0, tuple(_only(row, mix) for row in rows), measured=False) for mix in mixes]
     least = [
         8 * (given + sum(min((*row.nbytes, row.dense_nbytes)) for row in report.leaves)) / total for report in reports
@@ -80,13 +83,14 @@ def plan_of(
     if not budget >= min(least):
         smallest = min((f for f in options if any(f in row.formats for row in rows)), key=lambda f: f.bits)
         reach = f"{math.ceil(100 * min(least)) / 100:.2f} bits per weight"
-        smaller = ", or let `eqquant plan` choose from smaller formats, such as --format binary" if to is None else ""
+        also = ", or let `eqquant plan` choose from smaller formats, such as --format binary"
+        smaller = also if dialect is None else ""
         raise ValueError(
             f"--budget must be at least {reach}, which {smallest} needs with its scales"
             f"{' beside the formats of --rule' if ruled else ''}. Got {budget}. Raise it{smaller}."
         )
     bits = (budget * total - 8 * given) / size
-    plans = [plan_bits(skeleton, report, bits) for report, bound in zip(reports, least, strict=True) if budget >= bound]
+    plans = [plan_bits(shapes, report, bits) for report, bound in zip(reports, least, strict=True) if budget >= bound]
     best = min(plans, key=lambda plan: plan.increase)
     if not ruled and not any(best.values()):
         raise ValueError(
@@ -95,24 +99,24 @@ def plan_of(
     return best
 
 
-def _options(formats: list[str] | None, to: str | None) -> "list[eqq.extend.AbstractFormat]":
+def _options(formats: list[str] | None, dialect: str | None) -> "list[eqq.extend.AbstractFormat]":
     """Returns the formats to choose from, each once."""
     from eqquant.analysis._sensitivity import ALL_WIDTHS
 
-    spelled = formats or _CANDIDATES.get(to or "ours", ())
+    spelled = formats or _CANDIDATES.get(dialect or "ours", ())
     return list(dict.fromkeys(map(parse_format, spelled) if spelled else ALL_WIDTHS))
 
 
 def _measured(
     checkpoint: "eqq.io.Checkpoint",
-    skeleton: "PyTree",
+    shapes: "PyTree",
     weights: list[str],
     options: "list[eqq.extend.AbstractFormat]",
     axis: int | None,
     method: "eqq.extend.AbstractMethod | None",
-    to: str | None,
+    dialect: str | None,
 ) -> "list[LeafSensitivity]":
-    """Returns the errors of each weight in the formats that the layout `to` can hold it in."""
+    """Returns the errors of each weight in the formats that the layout `dialect` can hold it in."""
     import eqquant as eqq
     from eqquant._tree.leaves import named_leaves
     from eqquant.analysis import weight_sensitivity
@@ -121,11 +125,11 @@ def _measured(
     from .output import Progress
 
     wanted = set(weights)
-    fits = {f: wanted if to is None else find_fitting(checkpoint, f, axis, to) for f in options}
+    fits = {f: wanted if dialect is None else find_fitting(checkpoint, f, axis, dialect) for f in options}
     for name in weights:
         if not any(name in names for names in fits.values()):
             raise ValueError(
-                f"--budget must reach every weight, and the layout of {to} cannot hold {name!r}, whose shape is "
+                f"--budget must reach every weight, and the layout of {dialect} cannot hold {name!r}, whose shape is "
                 f"{checkpoint.items_by_name[name].struct.shape}, in any of its formats. To leave it in float, "
                 f"beside the budget: --skip '{name}'."
             )
@@ -139,7 +143,7 @@ def _measured(
         def where(tree: "PyTree") -> "PyTree":
             return [leaf.value for leaf in named_leaves(tree) if leaf.path in wanted]
 
-        report = weight_sensitivity(skeleton, options, where=where, axis=axis, method=method, read=read)
+        report = weight_sensitivity(shapes, options, where=where, axis=axis, method=method, read=read)
     # The method is one of the whole command, so that formats are enough.
     rows = [dataclasses.replace(row, formats=tuple(options)) for row in report.leaves]
     return [_only(row, [f for f in options if row.paths[0] in fits[f]]) for row in rows]

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from . import arguments
-from .arguments import Axis, Output, Source, To
+from .arguments import Axis, Dialect, Output, Source
 from .output import Progress
 
 
@@ -23,20 +23,20 @@ def quantize(
     rule: Annotated[list[str] | None, typer.Option(help="'PATTERN=FORMAT', before --format; the first wins.")] = None,
     method: Annotated[str | None, typer.Option(help="absmax, mse or hqq.")] = None,
     axis: Axis = None,
-    to: To = None,
+    dialect: Dialect = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Shows the plan, and writes nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replaces the output if it exists.")] = False,
 ) -> None:
     """Quantizes a checkpoint.
 
-    Takes one of any library, goes through it an array at a time, and saves it as a file of eqquant, or with --to as
-    one of another library.
+    Takes one of any library, goes through it an array at a time, and saves it as a file of eqquant, or with --dialect
+    as one of another library.
 
     Example: eqquant quantize model.safetensors model.nf4.safetensors --format nf4 --skip '*pooler*'
     """
     checkpoint = arguments.open_source(source)
-    to = arguments.choose_layout(to, output)
-    arguments.check_checkpoint(output, checkpoint, to, force)
+    dialect = arguments.choose_dialect(dialect, output)
+    arguments.check_checkpoint(output, checkpoint, dialect, force)
     found_by = arguments.method_of(method)
     arguments.check_patterns(checkpoint, rule or (), skip or ())
     weights = arguments.weights_of(checkpoint)
@@ -45,22 +45,22 @@ def quantize(
             raise typer.BadParameter("--budget chooses the formats. Leave out --format, --bits and --group-size.")
         from .plan import plan_of
 
-        rules = arguments.rules_of(None, rule or (), skip or (), weights, to)
+        rules = arguments.rules_of(None, rule or (), skip or (), weights, dialect)
         if arguments.left(weights, rules):
-            rules = {**rules, **plan_of(checkpoint, budget, axis, found_by, to=to, rules=rules)}
+            rules = {**rules, **plan_of(checkpoint, budget, axis, found_by, dialect=dialect, rules=rules)}
     else:
-        found = arguments.format_of(format, bits, group_size, to)
-        rules = arguments.rules_of(found, rule or (), skip or (), weights, to)
+        found = arguments.format_of(format, bits, group_size, dialect)
+        rules = arguments.rules_of(found, rule or (), skip or (), weights, dialect)
     if dry_run:
         from eqquant.io._convert import plan
 
-        planned = plan(checkpoint, rules, axis=axis, method=found_by, dialect=to)
+        planned = plan(checkpoint, rules, axis=axis, method=found_by, dialect=dialect)
         stored = {row.name: row.nbytes for row in checkpoint.rows}
         leaves = tuple(leaf._replace(dense_nbytes=stored[leaf.path]) for leaf in planned.leaves)
         typer.echo(dataclasses.replace(planned, leaves=leaves))
         return
     with Progress("Quantizing", len(checkpoint)) as progress:
         report = arguments.write_checkpoint(
-            checkpoint, output, rules, axis=axis, method=found_by, to=to, each=progress.measured
+            checkpoint, output, rules, axis=axis, method=found_by, dialect=dialect, each=progress.measured
         )
     typer.echo(f"{output}: {progress.headline(checkpoint.nbytes, report)}")

@@ -47,10 +47,11 @@ def report(
     import eqquant as eqq
     from eqquant._report import show_bytes
     from eqquant.io._atomic import open_replacement
+    from eqquant.io._convert import skeleton
 
     checkpoint, picked = arguments.open_source(source), arguments.parse_format(format)
     arguments.check_output(output, ".html", force, checkpoint)
-    plan = eqq.plan_tree(eqq.io.skeleton(checkpoint), picked, axis=axis)
+    plan = eqq.plan_tree(skeleton(checkpoint), picked, axis=axis)
     rows, worst = [], (0.0, "")
     for leaf in plan.leaves:
         if leaf.format is None:

@@ -98,7 +98,7 @@ def bits_of(format: eqq.extend.AbstractFormat) -> float:
     return 8 * sum(leaf.nbytes for leaf in leaves) / sum(math.prod(leaf.shape) for leaf in leaves)
 
 
-def ingredients(plan: analysis.BitPlan) -> str:
+def ingredients(plan: Any) -> str:
     """The shares of codes of each width, by weights."""
     total, shares = sum(math.prod(leaf.shape) for leaf in plan.leaves), {}
     for leaf in plan.leaves:

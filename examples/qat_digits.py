@@ -118,7 +118,7 @@ def fit(
 
 
 # %% Every network, format and seed
-def drifted(model: eqx.nn.Sequential, state: eqq.FloatMastersState, format: str) -> bool:
+def drifted(model: eqx.nn.Sequential, state: PyTree, format: str) -> bool:
     """Whether the model is anything but its masters, quantized: bit for bit."""
     masters = eqx.combine(state.masters, model, is_leaf=eqq.is_quantized)
     return not eqx.tree_equal(eqq.quantize_tree(masters, format), model)

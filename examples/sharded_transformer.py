@@ -144,8 +144,8 @@ state = optim.init(parallel)
 
 @eqx.filter_jit
 def step(
-    model: Transformer, state: eqq.FloatMastersState, x: Float[Array, "batch length width"]
-) -> tuple[Transformer, eqq.FloatMastersState, Float[Array, ""]]:
+    model: Transformer, state: optax.OptState, x: Float[Array, "batch length width"]
+) -> tuple[Transformer, optax.OptState, Float[Array, ""]]:
     loss = lambda model, x: jnp.mean((run(model, x) - jnp.roll(x, 1, axis=1)) ** 2)
     value, grads = eqq.filter_value_and_grad(loss)(model, x)
     updates, state = optim.update(grads, state, model)

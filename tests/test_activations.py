@@ -24,6 +24,9 @@ from eqquant._matmul.problem import problem_of
 from eqquant._matmul.rows import DynamicRows
 from eqquant._native import library as native
 from eqquant._numerics import packing
+from eqquant._wrappers.permuted import PermutedArray
+from eqquant._wrappers.rotated import RotatedArray
+from eqquant._wrappers.scaled import ScaledArray
 
 from .helpers import weights
 
@@ -458,8 +461,8 @@ def test_dense_products_keep_their_options(getkey):
     )
     arrays = {
         "base": eqq.arrays.LoraArray(w[0], weights(getkey(), (4, 32)), weights(getkey(), (24, 4)), 4.0, 1),
-        "map": eqq.arrays.RotatedArray.of(w[0]),
-        "maps": eqq.arrays.ScaledArray(w, 1 + jnp.abs(w[:, 0])),
+        "map": RotatedArray.of(w[0]),
+        "maps": ScaledArray(w, 1 + jnp.abs(w[:, 0])),
         "convolution": conv,
     }
     steps = lambda rows: DynamicRows(rows, eqq.Int4())
@@ -489,10 +492,10 @@ def test_functions_of_quax_round_both_operands(getkey, model):
     factors = eqq.arrays.LoraArray(w, jnp.ones((2, 32)), jnp.ones((8, 2)), 1.0, 1)
     dense = jax.jit(eqq.quaxify(lambda w: jnp.einsum("oi,bi->bo", w, x)))
     transposed = jax.jit(eqq.quaxify(lambda w: jnp.matmul(x, w.T)))
-    for inner in (eqq.quantize(w, "int4"), simulated, factors, eqq.arrays.RotatedArray.of(w)):
+    for inner in (eqq.quantize(w, "int4"), simulated, factors, RotatedArray.of(w)):
         a = eqq.arrays.ActivationQuantizedArray(inner, "int4")
         expected = DynamicRows(x, eqq.Int4()).dequantize() @ a.dequantize().T
-        if isinstance(inner, (eqq.arrays.LoraArray, eqq.arrays.RotatedArray)):  # rounded as the weight within sees them
+        if isinstance(inner, (eqq.arrays.LoraArray, RotatedArray)):  # rounded as the weight within sees them
             expected = x @ a.T
         for product in (dense, transposed):
             np.testing.assert_allclose(product(a), expected, rtol=1e-4, atol=1e-4)
@@ -505,7 +508,7 @@ def test_functions_of_quax_round_both_operands(getkey, model):
         np.testing.assert_allclose(quax_grad, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [eqq.arrays.RotatedArray, eqq.arrays.ScaledArray, eqq.arrays.PermutedArray])
+@pytest.mark.parametrize("kind", [RotatedArray, ScaledArray, PermutedArray])
 def test_maps_around_codes_multiply_codes(getkey, kind):
     """The other operand is mapped, then quantized: by `@`, by functions of Quax, and in stacks."""
     q, x = eqq.quantize(weights(getkey(), (2, 24, 32)), "int8"), weights(getkey(), (5, 32))
@@ -513,7 +516,7 @@ def test_maps_around_codes_multiply_codes(getkey, kind):
         jnp.stack([jr.permutation(getkey(), 32)] * 2).astype(jnp.uint32),
         1 + jnp.abs(weights(getkey(), (2, 32))),
     )
-    of = {eqq.arrays.ScaledArray: scale, eqq.arrays.PermutedArray: order}
+    of = {ScaledArray: scale, PermutedArray: order}
     make = lambda n: kind(jax.tree.map(lambda a: a[n], q), *((of[kind][n],) if kind in of else ()))
     layers = [eqq.arrays.ActivationQuantizedArray(make(n), "int8") for n in range(2)]
     stack = eqq.arrays.ActivationQuantizedArray(make(slice(None)), "int8")
@@ -558,7 +561,7 @@ def test_low_rank_factors_stay_apart(getkey):
     bare = eqq.arrays.LoraArray(eqq.quantize(w, "int8"), *factors, 1.0, 1)
     quantizing = eqq.arrays.ActivationQuantizedArray(bare, "int8")
     found = eqq.dequantize_tree([bare, quantizing], "bfloat16")
-    mapped = eqq.dequantize_tree([eqq.arrays.RotatedArray(bare), eqq.arrays.RotatedArray(quantizing)], "bfloat16")
+    mapped = eqq.dequantize_tree([RotatedArray(bare), RotatedArray(quantizing)], "bfloat16")
     for x in (*found, *(array.array for array in mapped)):
         assert isinstance(x, eqq.arrays.LoraArray) and x.base.dtype == jnp.bfloat16 and x.a.dtype == jnp.float32
         np.testing.assert_array_equal(x.base, bare.base.dequantize().astype("bfloat16"))

@@ -16,9 +16,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import eqquant as eqq
-from eqquant import analysis
+from eqquant import analysis, reference
+from eqquant._report import Report
+from eqquant.analysis._comparison import run_benchmark
 from eqquant.analysis._knapsack import choose
+from eqquant.analysis._layers import TreeErrorReport
 from eqquant.analysis._roles import weigh_roles
+from eqquant.analysis._sensitivity import LeafSensitivity, SensitivityReport
 
 from .helpers import sqnr, weights
 
@@ -114,7 +118,7 @@ def test_other_models(dtype, getkey):
     quantized = eqq.quantize_tree(model, analysis.plan_bits(model, report, 6))
     errors = analysis.compare_trees(model, quantized)
     assert [leaf.path for leaf in errors.leaves] == ["a", "b"] and 5 < errors.sqnr_db < 60
-    close(errors.leaves[0].error.mse, analysis.quantization_mse(model["a"], quantized["a"]), 1e-9)
+    close(errors.leaves[0].error.mse, analysis.analyze_error(model["a"], quantized["a"]).mse, 1e-9)
 
 
 def test_one_array_in_two_places(getkey):
@@ -182,10 +186,10 @@ def test_paths_with_brackets(getkey):
     loss = lambda m, x: sum(jnp.mean((x @ w) ** 2) for w in m.values())
     report = analysis.sensitivity(model, loss, jnp.ones((1, 32)), ("nf4",))
     leaves = tuple(
-        analysis.LeafSensitivity(leaf.paths, leaf.shape, leaf.dense_nbytes, leaf.formats, leaf.nbytes, (loss,))
+        LeafSensitivity(leaf.paths, leaf.shape, leaf.dense_nbytes, leaf.formats, leaf.nbytes, (loss,))
         for leaf, loss in zip(report.leaves, (0.0, 5.0, 5.0), strict=True)  # "*", "w0", "w[0]"
     )
-    plan = analysis.plan_bits(model, analysis.SensitivityReport(0.0, leaves), 25)
+    plan = analysis.plan_bits(model, SensitivityReport(0.0, leaves), 25)
     quantized = eqq.quantize_tree(model, plan)
     kinds = {path: eqq.is_quantized(w) for path, w in quantized.items()}
     assert kinds == {"*": True, "w0": False, "w[0]": False}
@@ -292,7 +296,7 @@ def test_a_plan_is_compared_with_one_format(model, batch):
     formats = (eqq.Int2(32), eqq.NF4(), eqq.Int8(64))
     true = analysis.sensitivity(model, squared_distance, batch, formats)
     flat = [dataclasses.replace(leaf, losses=(1.0, 0.9, 0.1 * n)) for n, leaf in enumerate(true.leaves)]
-    wrong = analysis.SensitivityReport(true.loss, tuple(flat))
+    wrong = SensitivityReport(true.loss, tuple(flat))
     distance = lambda rules: float(squared_distance(eqq.dequantize_tree(eqq.quantize_tree(model, rules)), batch))
     mix = analysis.plan_bits(model, wrong, 4.8)
     measured = analysis.plan_bits(model, wrong, 4.8, loss=squared_distance, batch=batch)
@@ -375,12 +379,12 @@ def reports(model, batch):
 def test_shown(model, reports):
     w = model.layers[0].up.weight
     others = [
-        analysis.run_benchmark(w, "int8"),
-        analysis.outlier_impact(w, format="nf4"),
+        run_benchmark(w, "int8"),
+        reference.outlier_impact(w, format="nf4"),
         reports[4].leaves[0],
     ]
     for report in reports + others:
-        assert isinstance(report, analysis.Report)
+        assert isinstance(report, Report)
         assert "───" in str(report) and repr(report) == str(report)
         assert "…" not in str(report)
         assert json.loads(report.to_json()) == report.to_dict()
@@ -417,7 +421,7 @@ def test_the_plot_of_sensitivities_names_every_format(model, batch):
         close(offsets[:, 0], increases, 1e-6)
         assert offsets[:, 1].tolist() == list(range(7))
     # What does not harm has no place on such an axis.
-    harmless = analysis.SensitivityReport(1.0, tuple(dataclasses.replace(r, losses=(1.0,) * 3) for r in report.leaves))
+    harmless = SensitivityReport(1.0, tuple(dataclasses.replace(r, losses=(1.0,) * 3) for r in report.leaves))
     harmless.plot().figure.canvas.draw()
 
 
@@ -434,7 +438,7 @@ def test_names_of_many_rows_do_not_collide(model):
     from matplotlib.figure import Figure
 
     leaf = analysis.analyze_tree(model).leaves[0]
-    report = analysis.TreeErrorReport((leaf,) * 200)
+    report = TreeErrorReport((leaf,) * 200)
     assert len(report.plot().get_yticks()) == 200
     assert 5 < len(report.plot(Figure(figsize=(4, 3)).subplots()).get_yticks()) < 30
 
@@ -449,10 +453,10 @@ def test_methods(model, batch):
     )
     w = model.layers[0].up.weight
     rows = analysis.compare_formats(w, ("int4", eqq.QuantConfig("int4", eqq.HQQ())), method=eqq.MSE()).rows
-    assert rows[0] == analysis.run_benchmark(w, "int4", method=eqq.MSE()) and rows[0].name == "Int4() by MSE()"
-    assert rows[1] == analysis.run_benchmark(w, eqq.QuantConfig("int4", eqq.HQQ()))
-    best = analysis.outlier_impact(w, 95, "int4", method=eqq.MSE())
-    assert best.mse < analysis.outlier_impact(w, 95, "int4").mse
+    assert rows[0] == run_benchmark(w, "int4", method=eqq.MSE()) and rows[0].name == "Int4() by MSE()"
+    assert rows[1] == run_benchmark(w, eqq.QuantConfig("int4", eqq.HQQ()))
+    best = reference.outlier_impact(w, 95, "int4", method=eqq.MSE())
+    assert best.mse < reference.outlier_impact(w, 95, "int4").mse
 
 
 def test_plots_without_matplotlib(model, monkeypatch):

@@ -19,7 +19,8 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqquant as eqq
-from eqquant.calibrate import CalibrationResult, MinMax, MovingAverage, MSERange, Percentile
+from eqquant.calibrate import MinMax, MovingAverage, MSERange, Percentile
+from eqquant.calibrate._result import CalibrationResult
 from eqquant.calibrate._wide import Wide
 from eqquant.reference import integer_format
 

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
+from eqquant._wrappers.permuted import PermutedArray
 from eqquant.io import _repack, _safetensors
 from eqquant.io._tensors import NewTensor
 
@@ -393,7 +394,7 @@ def test_gptq_in_chunks(tmp_path, monkeypatch, bits, ordered):
     group = group if ordered else rng.permutation(group)
     tensors = {"l.qweight": pack_words(q.T, bits).T, "l.qzeros": pack_words(z - 1, bits), "l.scales": s}
     w = write(tmp_path, {**tensors, "l.g_idx": group.astype(np.int32)}, quant_method="gptq")["l.weight"]
-    assert isinstance(w, eqq.arrays.PermutedArray) != ordered
+    assert isinstance(w, PermutedArray) != ordered
     assert_bits(w.dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
 
 
@@ -584,7 +585,7 @@ def act_order_file(path, length=128, out=32, groups=4, seed=0):
 def test_act_order(tmp_path):
     checkpoint, expected = act_order_file(tmp_path)
     w = checkpoint["l.weight"]
-    assert isinstance(w, eqq.arrays.PermutedArray) and w.shape == (32, 128) and w.array.format.block_size == 32
+    assert isinstance(w, PermutedArray) and w.shape == (32, 128) and w.array.format.block_size == 32
     assert "act-order" in str(checkpoint) and w.nbytes < 32 * 128
     assert_bits(w.dequantize(), expected)
     assert_bits(w.T.dequantize(), expected.T)

@@ -149,7 +149,7 @@ def test_budget(run, checkpoint, tmp_path):
 )
 def test_a_budget_in_the_layouts_of_others(run, checkpoint, tmp_path, to, budget):
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
-    options = ("--to", to, "--budget", budget, "--rule", "embed.*=none")
+    options = ("--dialect", to, "--budget", budget, "--rule", "embed.*=none")
     run("quantize", checkpoint, out, *options, "--dry-run")
     run("quantize", checkpoint, out, *options)
     quantized = [row for row in eqq.io.open(out).rows if row.format is not None]
@@ -208,9 +208,9 @@ def test_a_budget_counts_the_weights_of_rules(run, checkpoint, tmp_path):
 def test_each_layout_has_a_format_of_its_own(run, checkpoint, tmp_path, to):
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
     assert "1 of 5 quantized" in run(
-        "quantize", checkpoint, out, "--to", to, "--skip", "layers.0.*", "--skip", "embed*", "--dry-run"
+        "quantize", checkpoint, out, "--dialect", to, "--skip", "layers.0.*", "--skip", "embed*", "--dry-run"
     )
-    run("quantize", checkpoint, out, "--to", to, "--skip", "layers.0.*", "--skip", "embed*")
+    run("quantize", checkpoint, out, "--dialect", to, "--skip", "layers.0.*", "--skip", "embed*")
     assert sum(row.format is not None for row in eqq.io.open(out).rows) == 1
 
 
@@ -222,16 +222,16 @@ def test_a_dry_run_refuses_what_the_real_run_refuses(run, checkpoint, tmp_path, 
     monkeypatch.setattr(eqq.io.Checkpoint, "__getitem__", quantized)
     (tmp_path / "folder").mkdir()
     quantize = ("quantize", checkpoint, tmp_path / "out")
-    assert "--to must be" in run(*quantize, "--to", "onnx", *dry, code=2)
+    assert "--dialect must be" in run(*quantize, "--dialect", "onnx", *dry, code=2)
     for to in ("gptq", "mlx", "compressed-tensors"):
-        err = run(*quantize, "--to", to, "--format", "nf4", *dry, code=1)
+        err = run(*quantize, "--dialect", to, "--format", "nf4", *dry, code=1)
         assert "an array that the file can hold" in err and "or leave it in float with --skip" in err
     save_file({"w.weight": np.ones((96, 64), np.float32)}, tmp_path / "folder" / "w.safetensors")
-    err = run("quantize", tmp_path / "folder", tmp_path / "out", "--to", "mlx", "--format", "nf4", *dry, code=1)
+    err = run("quantize", tmp_path / "folder", tmp_path / "out", "--dialect", "mlx", "--format", "nf4", *dry, code=1)
     assert "Got float32[96, 64] in NF4()" in err
-    assert "same bits" in run(*quantize, "--to", "gptq", "--rule", "*.0.*=int8(64)", *dry, code=1)
+    assert "same bits" in run(*quantize, "--dialect", "gptq", "--rule", "*.0.*=int8(64)", *dry, code=1)
     assert "must end in .safetensors" in run("quantize", checkpoint, tmp_path / "out.pt", *dry, code=1)
-    assert "must be a new folder" in run("quantize", checkpoint, tmp_path / "folder", "--to", "mlx", *dry, code=1)
+    assert "must be a new folder" in run("quantize", checkpoint, tmp_path / "folder", "--dialect", "mlx", *dry, code=1)
     assert "must not be the input" in run("quantize", checkpoint, checkpoint, "--force", *dry, code=1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "model.safetensors"]
 
@@ -345,7 +345,11 @@ WRONG = {
         "goes with --bits",
     ),
     "a suffix": (("quantize", "model.safetensors", "out.onnx"), 1, "must end in .safetensors"),
-    "a folder named as a file": (("quantize", "model.safetensors", "out.gguf", "--to", "mlx"), 2, "writes a folder"),
+    "a folder named as a file": (
+        ("quantize", "model.safetensors", "out.gguf", "--dialect", "mlx"),
+        2,
+        "writes a folder",
+    ),
     "onto itself": (("quantize", "model.safetensors", "./model.safetensors", "--force"), 1, "must not be the input"),
     "a page there": (("report", "model.safetensors", "-o", "model.safetensors", "--force"), 1, "must end in .html"),
     "a page nowhere": (("report", "model.safetensors", "-o", "no/r.html"), 1, "which does not"),
@@ -391,15 +395,15 @@ def sources(checkpoint, tmp_path):
         ("one", "one/model.safetensors", ()),
         ("one", "links/model.safetensors", ()),
         ("one", "again.safetensors", ()),
-        ("one", "one", ("--to", "mlx")),
-        ("one", "links", ("--to", "mlx")),
+        ("one", "one", ("--dialect", "mlx")),
+        ("one", "links", ("--dialect", "mlx")),
         ("links", "one/../one/model.safetensors", ()),
         ("shards", "shards/model-1.safetensors", ()),
-        ("shards", "shards", ("--to", "gptq")),
+        ("shards", "shards", ("--dialect", "gptq")),
         ("shards/model.safetensors.index.json", "shards/model-0.safetensors", ()),
-        ("shards/model.safetensors.index.json", "shards", ("--to", "bitsandbytes")),
-        ("gguf", "gguf/model.gguf", ("--to", "gguf")),
-        ("gguf/model.gguf", "gguf", ("--to", "mlx")),
+        ("shards/model.safetensors.index.json", "shards", ("--dialect", "bitsandbytes")),
+        ("gguf", "gguf/model.gguf", ("--dialect", "gguf")),
+        ("gguf/model.gguf", "gguf", ("--dialect", "mlx")),
     ],
 )
 @pytest.mark.parametrize("command", ["quantize", "convert"])
@@ -461,7 +465,7 @@ def test_what_cannot_be_written_whole_is_not_there(run, checkpoint, tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", full)
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
-    assert f"File too large: {out.resolve()}" in run("convert", checkpoint, out, "--to", to, code=1)
+    assert f"File too large: {out.resolve()}" in run("convert", checkpoint, out, "--dialect", to, code=1)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -495,7 +499,7 @@ def test_ctrl_c(run, checkpoint, tmp_path, monkeypatch):
 
 def test_the_suffix_of_gguf_is_its_layout(run, checkpoint, tmp_path):
     run("quantize", checkpoint, tmp_path / "a.gguf")
-    run("quantize", checkpoint, tmp_path / "b.gguf", "--to", "gguf")
+    run("quantize", checkpoint, tmp_path / "b.gguf", "--dialect", "gguf")
     assert eqq.io.open(tmp_path / "a.gguf").dialect == "gguf"
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
     run("convert", checkpoint, tmp_path / "c.gguf")
@@ -513,7 +517,7 @@ def test_sizes_that_hardly_differ(run, checkpoint, tmp_path):
 
 def test_an_output_that_exists(run, checkpoint, tmp_path):
     (tmp_path / "ct").mkdir()
-    err = run("quantize", checkpoint, tmp_path / "ct", "--to", "compressed-tensors", code=1)
+    err = run("quantize", checkpoint, tmp_path / "ct", "--dialect", "compressed-tensors", code=1)
     assert "The output must be a new folder. Got " in err and "which exists. `--force` replaces it." in err
 
 
@@ -537,11 +541,11 @@ OPTIONS = {
         "--rule": ("embed.*=int8",),
         "--method": ("mse",),
         "--axis": ("-2",),
-        "--to": ("compressed-tensors",),
+        "--dialect": ("compressed-tensors",),
         "--dry-run": (),
         "--force": (),
     },
-    "convert": {"--to": ("gguf",), "--force": ()},
+    "convert": {"--dialect": ("gguf",), "--force": ()},
     "compare": {"--json": (), "--plot": ("errors.svg",), "--force": ()},
     "plan": {
         "--budget": ("4.2",),
@@ -585,7 +589,7 @@ def test_pairs_of_options(run, checkpoint, tmp_path, monkeypatch, command, first
     if "--group-size" in given and not {"--bits", "--format", "--budget"} & given.keys():
         assert "--group-size goes with --bits" in run(command, checkpoint, "out.safetensors", *spelled, code=2)
         return
-    if "--axis" in given and "--to" in given:  # blocks along the outputs, which that layout has not
+    if "--axis" in given and "--dialect" in given:  # blocks along the outputs, which that layout has not
         assert "an array that the file can hold" in run(command, checkpoint, "out", *spelled, code=1)
         return
     if (first, second) in EXCLUDE:
@@ -614,7 +618,7 @@ def test_pairs_of_options(run, checkpoint, tmp_path, monkeypatch, command, first
 
 
 def check_written(run, checkpoint, folder, command, given, spelled):
-    suffix = {None: ".safetensors", "gguf": ".gguf"}.get(given.get("--to", (None,))[0], "")
+    suffix = {None: ".safetensors", "gguf": ".gguf"}.get(given.get("--dialect", (None,))[0], "")
     out = folder / f"out{suffix}"
     if "--force" in given:
         out.write_bytes(b"old") if suffix else out.mkdir()
@@ -623,14 +627,16 @@ def check_written(run, checkpoint, folder, command, given, spelled):
         assert "A plan" in line and (not out.exists() or "--force" in given)
         return
     opened = eqq.io.open(out)
-    assert opened.dialect == given.get("--to", ("eqquant",))[0]
+    assert opened.dialect == given.get("--dialect", ("eqquant",))[0]
     quantized = {name: x for name, x in opened.items() if eqq.is_quantized(x)}
     if command == "convert":
         assert not quantized
         return
     assert ("layers.0.proj.weight" in quantized) == ("--skip" not in given)
     if "--rule" in given:
-        assert quantized["embed.weight"].format == eqq.Int8() if "--to" not in given else "embed.weight" in quantized
+        assert (
+            quantized["embed.weight"].format == eqq.Int8() if "--dialect" not in given else "embed.weight" in quantized
+        )
     q = quantized["layers.1.proj.weight"]
     if "--format" in given or "--bits" in given:
         assert q.format.bits == (5 if "--format" in given else 6)

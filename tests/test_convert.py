@@ -377,7 +377,7 @@ def run(capsys):
 
 
 def test_compare_with_the_file_for_llama_cpp(run, folder, tmp_path):
-    run("quantize", folder, tmp_path / "out.gguf", "--to", "gguf", "--rule", "*_proj.*=q8_0", "--skip", "*embed*")
+    run("quantize", folder, tmp_path / "out.gguf", "--dialect", "gguf", "--rule", "*_proj.*=q8_0", "--skip", "*embed*")
     for pair in ((folder, tmp_path / "out.gguf"), (tmp_path / "out.gguf", folder)):
         found = json.loads(run("compare", *pair, "--json"))
         errors = {row["name"]: row["relative_l2"] for row in found["arrays"]}
@@ -386,20 +386,20 @@ def test_compare_with_the_file_for_llama_cpp(run, folder, tmp_path):
 
 
 def test_command_line(run, source, tmp_path):
-    run("quantize", source, tmp_path / "nf4", "--to", "bitsandbytes")
+    run("quantize", source, tmp_path / "nf4", "--dialect", "bitsandbytes")
     w = eqq.io.open(source)["layers.0.proj.weight"]
     checkpoint = eqq.io.open(tmp_path / "nf4")
     assert checkpoint.dialect == "bitsandbytes" and (tmp_path / "nf4" / "tokenizer.json").exists()
     assert eqx.tree_equal(checkpoint["layers.0.proj.weight"], eqq.quantize(w, "nf4"))
     assert not any(eqq.is_quantized(x) for name, x in checkpoint.items() if "embed" in name)  # its loader has none
     run("convert", tmp_path / "nf4", tmp_path / "ours.safetensors")
-    run("convert", tmp_path / "ours.safetensors", tmp_path / "again", "--to", "bitsandbytes")
+    run("convert", tmp_path / "ours.safetensors", tmp_path / "again", "--dialect", "bitsandbytes")
     again = eqq.io.open(tmp_path / "again")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), {**checkpoint}, {**again}))
-    assert "must be a new folder" in run("convert", source, tmp_path / "again", "--to", "mlx", code=1)
-    assert "--to must be gguf" in run("convert", source, tmp_path / "x", "--to", "onnx", code=2)
-    assert "must end in .gguf" in run("convert", source, tmp_path / "x", "--to", "gguf", code=1)
+    assert "must be a new folder" in run("convert", source, tmp_path / "again", "--dialect", "mlx", code=1)
+    assert "--dialect must be gguf" in run("convert", source, tmp_path / "x", "--dialect", "onnx", code=2)
+    assert "must end in .gguf" in run("convert", source, tmp_path / "x", "--dialect", "gguf", code=1)
     assert "folder of the input" in run(
-        "convert", source / "model.safetensors", source, "--to", "mlx", "--force", code=1
+        "convert", source / "model.safetensors", source, "--dialect", "mlx", "--force", code=1
     )
-    assert "must be a folder" in run("convert", source, tmp_path / "ours.safetensors", "--to", "mlx", code=1)
+    assert "must be a folder" in run("convert", source, tmp_path / "ours.safetensors", "--dialect", "mlx", code=1)

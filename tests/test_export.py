@@ -16,6 +16,9 @@ import pytest
 import eqquant as eqq
 from eqquant._export import _deserialize
 from eqquant._matmul.selected import SelectedArray
+from eqquant._wrappers.low_precision import LowPrecisionArray
+from eqquant._wrappers.permuted import PermutedArray
+from eqquant._wrappers.scaled import ScaledArray
 
 from .helpers import FORMATS, weights
 
@@ -47,11 +50,11 @@ def arrays():
         "static activations": eqq.arrays.ActivationQuantizedArray(q, "int8", 0.02),
         "simulated": eqq.quantize_tree({"w": weight()}, "int4", simulate=True, method=eqq.MSE())["w"],
         "learned scales": eqq.quantize_tree({"w": weight()}, "int4", simulate=True, learn_scales=True)["w"],
-        "low precision": eqq.arrays.LowPrecisionArray(weight(), "fp8", eqq.FP8("e5m2")),
+        "low precision": LowPrecisionArray(weight(), "fp8", eqq.FP8("e5m2")),
         "factors": eqq.loraify({"w": q}, 4, key=jax.random.key(2))["w"],
         "rotated": eqq.quantize_tree(eqq.transforms.rotate({"w": weight()}), "int8")["w"],
-        "scaled": eqq.arrays.ScaledArray(q, scale=jnp.arange(1.0, 65.0)),
-        "permuted": eqq.arrays.PermutedArray(q, order=jnp.arange(64, dtype=jnp.uint32)[::-1]),
+        "scaled": ScaledArray(q, scale=jnp.arange(1.0, 65.0)),
+        "permuted": PermutedArray(q, order=jnp.arange(64, dtype=jnp.uint32)[::-1]),
     }
 
 
@@ -83,7 +86,7 @@ def test_another_process_reads_every_class(tmp_path):
         eqq.QuantizedArray,
         SelectedArray,
         eqq.arrays.LoraArray,
-        eqq.arrays.PermutedArray,
+        PermutedArray,
         eqq.arrays.FakeQuantizedArray,
     } <= classes
     path = tmp_path / "written"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._wrappers.permuted import PermutedArray
 
 
 FOLDERS = sorted((Path(__file__).parent / "golden" / "checkpoints").iterdir())
@@ -21,7 +22,7 @@ def test_the_same_bits(folder, name):
     checkpoint = eqq.io.open(folder)
     assert {row.name for row in checkpoint.rows} == set(np.load(folder / "expected.npz").files)
     expected, q = np.load(folder / "expected.npz")[name], checkpoint[name]
-    assert (eqq.is_quantized(q) or isinstance(q, eqq.arrays.PermutedArray)) and q.shape == expected.shape
+    assert (eqq.is_quantized(q) or isinstance(q, PermutedArray)) and q.shape == expected.shape
     if folder.name == "llm_int8":  # bitsandbytes multiplies by the float32 reciprocal of 127
         np.testing.assert_allclose(q.astype(jnp.float32).dequantize(), expected, rtol=3e-7)
     else:

@@ -14,6 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._numerics.hashing import hash_values
+from eqquant._wrappers.low_precision import LowPrecisionArray
+from eqquant._wrappers.scaled import ScaledArray
 
 from .helpers import primitives, weights
 
@@ -58,7 +60,7 @@ def test_the_three_products(operands, name):
 
     @jax.jit
     def products(x, w, dy):
-        product = lambda x, w: x @ eqq.arrays.LowPrecisionArray(w, forward, gradient, False).T
+        product = lambda x, w: x @ LowPrecisionArray(w, forward, gradient, False).T
         y, pull = jax.vjp(product, x, w)
         return y, *pull(dy)
 
@@ -70,7 +72,7 @@ def test_the_three_products(operands, name):
 
 def test_forward_mode_passes_straight_through(operands):
     x, w, _ = operands
-    product = lambda x, w: x @ eqq.arrays.LowPrecisionArray(w, "int8", "int8").T
+    product = lambda x, w: x @ LowPrecisionArray(w, "int8", "int8").T
     dx, dw = x[::-1], w[::-1]
     _, dy = jax.jvp(product, (x, w), (dx, dw))
     values = rounded(x, "int8"), rounded(w, "int8")
@@ -100,26 +102,22 @@ def test_vmap_folds_examples_into_rows(operands):
 @pytest.mark.long
 def test_a_batch_of_weights(getkey):
     w, x, dy = (weights(getkey(), shape) for shape in ((3, 24, 40), (3, 5, 40), (3, 5, 24)))
-    product = lambda w, x, dy: jax.vjp(lambda w, x: x @ eqq.arrays.LowPrecisionArray(w, "fp8", "fp8", False).mT, w, x)[
-        1
-    ](dy)
+    product = lambda w, x, dy: jax.vjp(lambda w, x: x @ LowPrecisionArray(w, "fp8", "fp8", False).mT, w, x)[1](dy)
     together = product(w, x, dy)
     each = [product(*operands) for operands in zip(w, x, dy, strict=True)]
     for got, expected in zip(together, zip(*each, strict=True), strict=True):
         np.testing.assert_allclose(got, jnp.stack(expected), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jax.vmap(product)(w, x, dy)[0], together[0], rtol=1e-5, atol=1e-6)
     # One input for many weights, and per-example gradients.
-    one_token = jax.vmap(lambda w: eqq.arrays.LowPrecisionArray(w, "int8", "int8") @ x[0, 0])(w)
-    np.testing.assert_allclose(
-        one_token[1], eqq.arrays.LowPrecisionArray(w[1], "int8", "int8") @ x[0, 0], rtol=1e-5, atol=1e-6
-    )
+    one_token = jax.vmap(lambda w: LowPrecisionArray(w, "int8", "int8") @ x[0, 0])(w)
+    np.testing.assert_allclose(one_token[1], LowPrecisionArray(w[1], "int8", "int8") @ x[0, 0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(40,), slow((40, 3)), slow((2, 40, 3)), (3, 2, 40, 5)])
 def test_shapes(getkey, shape):
     """The operators take the shapes of `jnp.matmul`, and so does `quaxify`."""
     w, x = weights(getkey(), (24, 40)), weights(getkey(), shape)
-    q = eqq.arrays.LowPrecisionArray(w, "int8", "int8")
+    q = LowPrecisionArray(w, "int8", "int8")
     left, right = (jnp.matmul(w, x), jnp.matmul(x.T, w.T)) if len(shape) < 3 else (jnp.matmul(w, x), None)
     assert (q @ x).shape == left.shape and relative(q @ x, left) < 0.02
     np.testing.assert_allclose(eqq.quaxify(jnp.matmul)(q, x), q @ x, rtol=1e-5, atol=1e-5)
@@ -130,7 +128,7 @@ def test_shapes(getkey, shape):
 
 def test_stacks_broadcast(getkey):
     w, x = weights(getkey(), (3, 24, 40)), weights(getkey(), (7, 40))
-    q = eqq.arrays.LowPrecisionArray(w, "int8", "int8")
+    q = LowPrecisionArray(w, "int8", "int8")
     for rows in (x, x[0]):
         y = jnp.stack([rows @ layer.T for layer in w])
         assert (rows @ q.mT).shape == y.shape and relative(rows @ q.mT, y) < 0.02
@@ -146,7 +144,7 @@ def test_stochastic_rounding(operands):
     @jax.jit
     def gradient(salt):
         # A last example whose gradient meets a zero: it changes only the randomness.
-        product = lambda w: jnp.concatenate([x, jnp.zeros((1, 40))]) @ eqq.arrays.LowPrecisionArray(w, "int4", "int4").T
+        product = lambda w: jnp.concatenate([x, jnp.zeros((1, 40))]) @ LowPrecisionArray(w, "int4", "int4").T
         salted = jnp.concatenate([dy, jnp.full((1, 4), salt)])
         return jax.vjp(product, w)[1](salted)[0]
 
@@ -175,14 +173,14 @@ def test_gradients_of_16_bits_seed_alike_rarely(operands):
 def test_with_64_bits(operands):
     x, w, dy = operands
     with jax.enable_x64(True):
-        dw = jax.grad(lambda w: jnp.sum(x @ eqq.arrays.LowPrecisionArray(w, "int8", "int8").T * dy))(w)
+        dw = jax.grad(lambda w: jnp.sum(x @ LowPrecisionArray(w, "int8", "int8").T * dy))(w)
         assert dw.dtype == jnp.float32 and relative(dw, dy.T @ x) < 0.05
 
 
 @pytest.mark.parametrize("precision", ["F32_F32_F32", ("highest", "default"), "highest"])
 def test_precisions(operands, precision):
     x, w, _ = operands
-    q = eqq.arrays.LowPrecisionArray(w, "int8", "int8")
+    q = LowPrecisionArray(w, "int8", "int8")
     product = lambda x, w: jnp.matmul(x, w.T, precision=precision)
     y, pull = jax.vjp(lambda x: eqq.quaxify(product)(x, q), x)
     np.testing.assert_allclose(y, x @ q.T, rtol=1e-5, atol=1e-5)
@@ -196,7 +194,7 @@ CASES += [slow(*case) for case in it.product(("int8", "fp8", "fp8_tensor", "mxfp
 @pytest.mark.parametrize(("name", "bad"), CASES)
 def test_not_finite(operands, name, bad):
     x, w, dy = operands
-    product = lambda x, w: x @ eqq.arrays.LowPrecisionArray(w, *PAIRS[name]).T
+    product = lambda x, w: x @ LowPrecisionArray(w, *PAIRS[name]).T
     y, pull = jax.vjp(product, x.at[3, 5].set(bad), w)
     assert not jnp.isfinite(y[3]).any()
     dx, dw = pull(dy.at[2, 7].set(bad))
@@ -280,9 +278,7 @@ def test_losses_stay_beside_those_of_float():
 def test_what_is_wrapped():
     model = Network(jr.key(0))
     low = eqq.low_precision_training(model, "fp8")
-    assert isinstance(low.head.weight, eqq.arrays.LowPrecisionArray) and isinstance(
-        low.layers.weight, eqq.arrays.LowPrecisionArray
-    )
+    assert isinstance(low.head.weight, LowPrecisionArray) and isinstance(low.layers.weight, LowPrecisionArray)
     assert low.head.weight.gradient == eqq.FP8("e5m2") and low.head.weight.format is None
     assert low.table.weight is model.table.weight and low.conv.weight is model.conv.weight
     assert low.layers.bias is model.layers.bias
@@ -292,7 +288,7 @@ def test_what_is_wrapped():
         eqq.explain_matmul(jnp.ones((4, 16)), eqq.low_precision_training(model).head.weight.T)
     )
     only = eqq.low_precision_training(model, where=lambda m: m.head)
-    assert isinstance(only.head.weight, eqq.arrays.LowPrecisionArray) and only.layers.weight is model.layers.weight
+    assert isinstance(only.head.weight, LowPrecisionArray) and only.layers.weight is model.layers.weight
     shared = eqq.low_precision_training({"a": model.head.weight, "b": model.head.weight})
     assert shared["a"] is shared["b"]
     masked = jax.tree.leaves(eqq.trainable_mask(low))
@@ -301,13 +297,11 @@ def test_what_is_wrapped():
 
 def test_everything_but_products_is_the_float_array(operands):
     _, w, _ = operands
-    q = eqq.arrays.LowPrecisionArray(w, "int8", "int8")
+    q = LowPrecisionArray(w, "int8", "int8")
     np.testing.assert_array_equal(q[3], w[3])
     np.testing.assert_array_equal(jnp.sin(q), jnp.sin(w))
     assert q.T.shape == (40, 24) and q.reshape(2, 12, 40).shape == (2, 12, 40)
-    assert q.astype(jnp.bfloat16).dtype == jnp.bfloat16 and isinstance(
-        q.astype(jnp.bfloat16), eqq.arrays.LowPrecisionArray
-    )
+    assert q.astype(jnp.bfloat16).dtype == jnp.bfloat16 and isinstance(q.astype(jnp.bfloat16), LowPrecisionArray)
     assert isinstance(q.astype(jnp.int32), jax.Array)
     y = q.astype(jnp.bfloat16) @ w[0].astype(jnp.bfloat16)
     assert y.dtype == jnp.bfloat16
@@ -319,7 +313,7 @@ def test_low_rank_factors():
     model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (4, 17), 0, 11)
     for base in (model, eqq.quantize_tree(model, "nf4")):
         low = eqq.low_precision_training(eqq.loraify(base, rank=2, key=jr.key(2)))
-        assert isinstance(low.head.weight.base, eqq.arrays.LowPrecisionArray)
+        assert isinstance(low.head.weight.base, LowPrecisionArray)
         mask = eqq.trainable_mask(low)
         after, values = trained(low, tokens, 5, eqq.filter_value_and_grad, mask)
         assert values[-1] < values[0]
@@ -338,7 +332,7 @@ def test_quantized_weights_train_with_masters(operands):
     assert relative(jax.tree.leaves(grads)[0], dy.T @ x) < 0.03
     updates, state = optim.update(grads, state, model)
     after = eqq.apply_updates(model, updates)
-    assert isinstance(after["w"], eqq.arrays.LowPrecisionArray) and eqq.is_quantized(after["w"].array)
+    assert isinstance(after["w"], LowPrecisionArray) and eqq.is_quantized(after["w"].array)
     np.testing.assert_array_equal(
         after["w"].array.dequantize(), eqq.quantize(jax.tree.leaves(state.masters)[0], "int8").dequantize()
     )
@@ -352,7 +346,7 @@ def test_sharding(operands, kind):
 
     @jax.jit
     def products(x, w, dy):
-        y, pull = jax.vjp(lambda x, w: x @ eqq.arrays.LowPrecisionArray(w, "int8", "int8").T, x, w)
+        y, pull = jax.vjp(lambda x, w: x @ LowPrecisionArray(w, "int8", "int8").T, x, w)
         return y, *pull(dy)
 
     alone = products(x, w, dy)
@@ -368,7 +362,7 @@ def test_shard_map(operands):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
     def gradient(w, x, dy):
-        return jax.grad(lambda w: jnp.sum(x @ eqq.arrays.LowPrecisionArray(w, "int8", "int8", False).T * dy))(w)
+        return jax.grad(lambda w: jnp.sum(x @ LowPrecisionArray(w, "int8", "int8", False).T * dy))(w)
 
     each = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P()))
     parts = [gradient(w, *pair) for pair in zip(jnp.split(x, 4), jnp.split(dy, 4), strict=True)]
@@ -419,7 +413,7 @@ POLICY_MODELS = {
     "scaled": lambda m: eqx.tree_at(
         lambda m: m.weight,
         m,
-        eqq.arrays.ScaledArray(eqq.quantize(m.weight, "int8", dtype=jnp.bfloat16), jnp.ones(64, jnp.bfloat16)),
+        ScaledArray(eqq.quantize(m.weight, "int8", dtype=jnp.bfloat16), jnp.ones(64, jnp.bfloat16)),
     ),
 }
 

@@ -12,6 +12,9 @@ import pytest
 
 import eqquant as eqq
 from eqquant._numerics.hadamard import factors, random_signs, rotate
+from eqquant._wrappers.permuted import PermutedArray
+from eqquant._wrappers.rotated import RotatedArray
+from eqquant._wrappers.scaled import ScaledArray
 
 
 OUT, IN = 24, 96
@@ -19,15 +22,15 @@ OUT, IN = 24, 96
 
 def permuted(w):
     order = np.random.default_rng(0).permutation(w.shape[-1])
-    return eqq.arrays.PermutedArray(w[..., order], jnp.asarray(order, jnp.uint32))
+    return PermutedArray(w[..., order], jnp.asarray(order, jnp.uint32))
 
 
 def scaled(w):
     scale = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, w.shape[-1]), jnp.float32)
-    return eqq.arrays.ScaledArray(w / scale.reshape(*[1] * (w.ndim - 1), -1), scale)
+    return ScaledArray(w / scale.reshape(*[1] * (w.ndim - 1), -1), scale)
 
 
-KINDS = {"permuted": permuted, "scaled": scaled, "rotated": eqq.arrays.RotatedArray.of}
+KINDS = {"permuted": permuted, "scaled": scaled, "rotated": RotatedArray.of}
 
 
 @pytest.fixture(params=KINDS)
@@ -150,7 +153,7 @@ def test_stacks(kind):
 
 
 def test_maps_within_maps(w):
-    m = eqq.arrays.RotatedArray(eqq.arrays.RotatedArray.of(rotate(w, -1, 1), 2), 1)
+    m = RotatedArray(RotatedArray.of(rotate(w, -1, 1), 2), 1)
     x = jr.normal(jr.key(1), (IN,))
     close(m @ x, w @ x)
     close(m.dequantize(), w)
@@ -175,12 +178,12 @@ def run(model, xs):
 
 def test_rotated_models_are_the_same(model, xs):
     rotated = eqq.transforms.rotate(model, seed=3)
-    assert isinstance(rotated.layers[0].weight, eqq.arrays.RotatedArray)
+    assert isinstance(rotated.layers[0].weight, RotatedArray)
     close(run(rotated, xs), run(model, xs))
     close(run(eqq.dequantize_tree(rotated), xs), run(model, xs))
     assert eqq.tree_nbytes(rotated) == eqq.tree_nbytes(model)
     one = eqq.transforms.rotate(model, where=lambda m: m.layers[1].weight)
-    assert isinstance(one.layers[0].weight, jax.Array) and isinstance(one.layers[1].weight, eqq.arrays.RotatedArray)
+    assert isinstance(one.layers[0].weight, jax.Array) and isinstance(one.layers[1].weight, RotatedArray)
     planned = eqq.transforms.rotate(eqx.filter_eval_shape(lambda: model))
     assert planned.layers[0].weight.array.shape == (64, IN)
 
@@ -212,7 +215,7 @@ def test_rotations_spread_what_is_large():
     eqq_error = lambda m: float(
         jnp.linalg.norm(eqq.dequantize_tree(eqq.quantize_tree({"w": m}, eqq.Int4(None)))["w"] - w)
     )
-    assert eqq_error(eqq.arrays.RotatedArray.of(w)) < 0.5 * eqq_error(w)
+    assert eqq_error(RotatedArray.of(w)) < 0.5 * eqq_error(w)
 
 
 @pytest.mark.long
@@ -295,13 +298,13 @@ def test_errors(model):
         with pytest.raises(ValueError, match="`axis` must be -1, for weights"):
             eqq.transforms.rotate(model, axis=axis)
         with pytest.raises(ValueError, match="`axis` must be -1 or -2"):
-            eqq.arrays.RotatedArray(jnp.ones((4, 4)), 0, axis)
+            RotatedArray(jnp.ones((4, 4)), 0, axis)
         with pytest.raises(ValueError, match="`axis` must be -1 or -2"):
-            eqq.arrays.ScaledArray(jnp.ones((4, 4)), jnp.ones(4), axis)
+            ScaledArray(jnp.ones((4, 4)), jnp.ones(4), axis)
     with pytest.raises(ValueError, match="mapped already"):
         eqq.transforms.rotate(eqq.transforms.rotate(model))
 
 
 def test_floats_have_no_format():
     """The `format` of a `jax.Array` is another thing."""
-    assert eqq.arrays.RotatedArray.of(jnp.ones((2, 4))).format is None
+    assert RotatedArray.of(jnp.ones((2, 4))).format is None

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import eqquant as eqq
+from eqquant._training.masters import FloatMastersState
 
 from .helpers import arrays, assert_close, assert_same, FORMATS, KINDS, loss, mlp, temp_bytes, weights
 
@@ -212,7 +213,7 @@ def test_outer_transformations(name, getkey):
 
 
 def is_state(x):
-    return isinstance(x, eqq.FloatMastersState)
+    return isinstance(x, FloatMastersState)
 
 
 def test_masked_and_multi_transform(getkey):

@@ -80,7 +80,7 @@ def test_factors_and_rotations_leave_embeddings_as_they_are(
 ) -> None:
     apply = lambda model, batch: minilm.embed(model, *batch)
     stats = eqq.calibrate.collect_stats(model, [tokens], apply=apply)
-    pairs = eqq.transforms.bert_pairs()
+    pairs = {"layers.{n}.attention.{v:v|value}.{p}": "layers.{n}.attention.output.weight"}
     folded = eqq.transforms.smooth(
         model, eqq.transforms.SmoothQuant(stats), fold=pairs, batches=[tokens], apply=apply, online=False
     )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._wrappers.permuted import PermutedArray
 from eqquant.io import _safetensors
 from eqquant.io._tensors import MappedFile, NewTensor
 
@@ -20,7 +21,7 @@ from .test_hostile_files import act_order
 @pytest.fixture
 def weight():
     q = eqq.quantize(jr.normal(jr.key(0), (8, 64)), eqq.Int4(32))
-    return eqq.arrays.PermutedArray(q, jr.permutation(jr.key(1), 64).astype(jnp.uint32))
+    return PermutedArray(q, jr.permutation(jr.key(1), 64).astype(jnp.uint32))
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_convert_keeps_the_order(tmp_path):
     report = eqq.io.convert(tmp_path / "gptq.safetensors", tmp_path / "ours.safetensors")
     assert [row.format for row in report.leaves] == [before.format]
     loaded = eqq.load(tmp_path / "ours.safetensors")["l"]["weight"]
-    assert isinstance(loaded, eqq.arrays.PermutedArray) and eqx.tree_equal(loaded, before)
+    assert isinstance(loaded, PermutedArray) and eqx.tree_equal(loaded, before)
     eqq.io.convert(tmp_path / "gptq.safetensors", tmp_path / "nf4.safetensors", "nf4")
     again = eqq.load(tmp_path / "nf4.safetensors")["l"]["weight"]
     assert eqx.tree_equal(again, eqq.quantize(before.dequantize(), "nf4"))

@@ -12,6 +12,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import eqquant as eqq
+from eqquant._wrappers.permuted import PermutedArray
+from eqquant._wrappers.rotated import RotatedArray
+from eqquant._wrappers.scaled import ScaledArray
 
 from .helpers import primitives, weights
 
@@ -22,13 +25,13 @@ def nf4(w):
 
 def scaled(w):
     scale = 1 + jr.uniform(jr.key(7), (w.shape[0], w.shape[-1]))
-    return eqq.arrays.ScaledArray(nf4(w / scale[:, None]), scale)
+    return ScaledArray(nf4(w / scale[:, None]), scale)
 
 
 def permuted(w):
     order = jr.permutation(jr.key(7), w.shape[-1]).astype(jnp.uint32)
     stack = jnp.broadcast_to(order, (w.shape[0], w.shape[-1]))
-    return eqq.arrays.PermutedArray(nf4(w[..., order]), stack)
+    return PermutedArray(nf4(w[..., order]), stack)
 
 
 def with_factors(w):
@@ -47,7 +50,7 @@ ARRAYS = {
     "microscaling": lambda w: eqq.quantize(w, "mxfp4"),
     "columns": lambda w: eqq.quantize(w, eqq.NF4(16), axis=-2),
     "scaled": scaled,
-    "rotated": lambda w: dataclass_with(eqq.arrays.RotatedArray.of(w), nf4),
+    "rotated": lambda w: dataclass_with(RotatedArray.of(w), nf4),
     "permuted": permuted,
     "factors": with_factors,
     "simulated": lambda w: eqq.arrays.FakeQuantizedArray(w, eqq.NF4(), -1, w.dtype),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._training.residuals import residual_nbytes
 
 from .helpers import weights
 
@@ -77,14 +78,14 @@ def test_divisors_are_not_rounded(name, policy):
 
 def test_bytes(getkey):
     block, x = Block(getkey()), weights(getkey(), (24, 32))
-    count = lambda f: eqq.analysis.residual_nbytes(f, x)
+    count = lambda f: residual_nbytes(f, x)
     in_float = count(block)
     assert count(eqq.checkpoint_quantized(block)) < 0.35 * in_float
     assert count(eqq.checkpoint_quantized(block, "int4")) < 0.25 * in_float
     rows = 24 * (32 + 4)  # codes and a scale of each row
     product_bytes = 24 * (128 + 4) + 2 * rows
     assert count(eqq.checkpoint_quantized(block, policy=DOTS)) < 2 * (rows + product_bytes)
-    assert count(jax.checkpoint(lambda x: block(x))) == 0 and eqq.analysis.residual_nbytes(lambda x: 2 * x, x) <= 4
+    assert count(jax.checkpoint(lambda x: block(x))) == 0 and residual_nbytes(lambda x: 2 * x, x) <= 4
 
 
 def test_parameters_are_not_rounded(getkey):

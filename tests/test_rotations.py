@@ -9,6 +9,7 @@ import pytest
 
 import eqquant as eqq
 from eqquant._numerics.hadamard import rotate as rotated
+from eqquant._wrappers.rotated import RotatedArray
 
 from .helpers import import_example
 
@@ -127,7 +128,7 @@ def test_stacks_and_what_is_left(model):
     }
     stacked, wanted = Model(stacked=True), eqq.transforms.rotate(model, fold=FOLD)
     found = eqq.transforms.rotate(stacked, fold=rules)
-    assert isinstance(found.layers.down.weight, eqq.arrays.RotatedArray) and eqx.is_array(found.layers.up.weight)
+    assert isinstance(found.layers.down.weight, RotatedArray) and eqx.is_array(found.layers.up.weight)
     for name in ("query", "value", "output", "up"):
         close(getattr(found.layers, name).weight[1], getattr(wanted.layers[1], name).weight)
     close(found.layers.down.weight.array[1], wanted.layers[1].down.weight.array)
@@ -152,7 +153,7 @@ def test_pairs_alone_and_transposed_weights():
         eqq.transforms.rotate(model, fold={"up.{p}": "down.w"}, **wrong)
     # A weight that is not selected keeps what writes to it as it is.
     kept = eqq.transforms.rotate(model, fold={"up.{p}": "down.w"}, axis=-2, where=lambda m: m["up"]["w"])
-    assert kept["down"]["w"] is model["down"]["w"] and isinstance(kept["up"]["w"], eqq.arrays.RotatedArray)
+    assert kept["down"]["w"] is model["down"]["w"] and isinstance(kept["up"]["w"], RotatedArray)
 
 
 @pytest.mark.long

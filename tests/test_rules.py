@@ -7,6 +7,8 @@ import pytest
 from jax import lax
 
 import eqquant as eqq
+from eqquant._wrappers.low_precision import LowPrecisionArray
+from eqquant._wrappers.permuted import PermutedArray
 
 from .helpers import assert_close, assert_same, primitives, weights
 
@@ -321,7 +323,7 @@ def test_lax_and_numpy_functions_take_a_quantized_array(q, p, conv, getkey):
 
 def test_slice_of_delayed_scales(getkey):
     """The magnitudes that scales follow from belong to a whole matrix, and rows of it share them."""
-    low = lambda w: eqq.arrays.LowPrecisionArray(w, "fp8", eqq.FP8("e5m2"), False, jnp.array([3.0, 2.0, 1.0]))
+    low = lambda w: LowPrecisionArray(w, "fp8", eqq.FP8("e5m2"), False, jnp.array([3.0, 2.0, 1.0]))
     w, x = weights(getkey(), (6, 32)), weights(getkey(), (2, 32))
     rows = eqq.quaxify(lambda w: w[2:4])(low(w))
     assert_same(rows.largest, low(w).largest)
@@ -331,9 +333,9 @@ def test_slice_of_delayed_scales(getkey):
 def test_joins_of_what_differs(getkey):
     """Joined weights keep the leaf that all have, and are dense where one would stand for those of all."""
     w, order = eqq.quantize(weights(getkey(), (6, 64)), "nf4"), jnp.arange(64, dtype=jnp.uint32)
-    first, second = eqq.arrays.PermutedArray(w, order), eqq.arrays.PermutedArray(w, order[::-1])
+    first, second = PermutedArray(w, order), PermutedArray(w, order[::-1])
     join = eqq.quaxify(lambda *parts: jnp.concatenate(parts))
-    assert isinstance(join(first, first), eqq.arrays.PermutedArray)
+    assert isinstance(join(first, first), PermutedArray)
     assert_close(join(first, first).dequantize(), join(*[first.dequantize()] * 2))
     assert isinstance(join(first, second), jax.Array)
     assert_close(join(first, second), jnp.concatenate([first.dequantize(), second.dequantize()]))

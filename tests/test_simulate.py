@@ -37,10 +37,6 @@ def test_value_is_exact_and_gradient_the_identity(name, getkey):
         np.testing.assert_array_equal(np.asarray(jax.vjp(fake, x)[1](dx)[0]), np.asarray(dx))
 
 
-def test_straight_through_is_the_same():
-    assert eqq.extend.straight_through is eqq.fake_quantize
-
-
 def test_value_where_the_usual_trick_rounds(getkey):
     # x + (q - x) is not q in floating point.
     x = weights(getkey(), (4, 4096))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._wrappers.scaled import ScaledArray
 
 
 SIZE, WIDE = 16, 32
@@ -99,11 +100,11 @@ def test_outputs_stay(model, stats, name):
     assert not np.allclose(folded.layers[0].norm.weight, model.layers[0].norm.weight)
     close(run(folded, inputs()), run(model, inputs()))
     kept = eqq.transforms.smooth(model, method)
-    assert isinstance(kept.layers[1].down.weight, eqq.arrays.ScaledArray)
+    assert isinstance(kept.layers[1].down.weight, ScaledArray)
     close(run(kept, inputs()), run(model, inputs()))
     # Only the norm is folded: `down` keeps a vector, or stays as it was.
     some = {"layers.{n}.norm.{p}": FOLD["layers.{n}.norm.{p}"]}
-    assert isinstance(eqq.transforms.smooth(model, method, fold=some).layers[0].down.weight, eqq.arrays.ScaledArray)
+    assert isinstance(eqq.transforms.smooth(model, method, fold=some).layers[0].down.weight, ScaledArray)
     # A producer may keep a vector for its own inputs.
     producer = {"layers.{n}.up.{p}": FOLD["layers.{n}.up.{p}"]}
     close(run(eqq.transforms.smooth(model, method, fold=producer), inputs()), run(model, inputs()))

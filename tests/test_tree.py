@@ -14,6 +14,7 @@ import pytest
 import rich.console
 
 import eqquant as eqq
+from eqquant._report import Report
 
 from .helpers import assert_same, sqnr, weights
 
@@ -350,7 +351,7 @@ def test_all_reports_have_one_base(model):
         stats,
         eqq.analysis.analyze_error(w, w),
     ):
-        assert isinstance(report, eqq.analysis.Report)
+        assert isinstance(report, Report)
         assert str(report) == repr(report) and report._repr_html_().startswith("<pre")
         assert set(json.loads(report.to_json())) == set(report.to_dict())
 

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import eqquant as eqq
+from eqquant._wrappers.scaled import ScaledArray
 
 from .helpers import weights
 
@@ -400,7 +401,7 @@ def test_smooth_leaves_it_alone():
     for method in (eqq.transforms.SmoothQuant(stats), eqq.transforms.AWQ(stats)):
         with pytest.warns(UserWarning, match=UNUSED + "they stay as they are"):
             smoothed = eqq.transforms.smooth(model, method)
-        assert smoothed.table is model.table and isinstance(smoothed.linear.weight, eqq.arrays.ScaledArray)
+        assert smoothed.table is model.table and isinstance(smoothed.linear.weight, ScaledArray)
 
 
 # Errors that list all leaves

@@ -25,7 +25,7 @@ from typing_extensions import TypeVar
 from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
 from .._numerics.axes import as_axes, as_axis, logical_order
-from .._types import PyTree
+from .._types import PyTree, ShardingLike
 from .codes import AbstractCodes, is_in_order, row_length
 from .contraction import AbstractOperand, Constraints, Matrices, Options
 from .dense import allow_dense, check_dense
@@ -166,7 +166,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         with contextlib.nullcontext() if matrices else allow_dense():
             return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
 
-    def with_sharding(self, sharding: Any) -> "QuantizedArray":
+    def with_sharding(self, sharding: ShardingLike) -> "QuantizedArray":
         """Moves the array to a sharding of the logical array; under `jit`, constrains it.
 
         The shardings of codes, scales and zero points follow from it. The quantized axis can be divided only between
@@ -321,6 +321,12 @@ def _index_rank(index: Index) -> int:
 
 def is_quantized(x: PyTree) -> bool:
     """Returns whether `x` is a [`eqquant.QuantizedArray`][]. Pass it as `is_leaf`.
+
+    !!! Example
+
+        ```python
+        weights = jax.tree.leaves(model, is_leaf=eqq.is_quantized)
+        ```
 
     **Arguments:**
 

@@ -26,18 +26,28 @@ class AbstractCodes(AbstractArrayValue):
     """
 
     codes: UInt8[Array, "*batch bytes"]
+    """The packed codes: uint8 of shape `(*batch, bytes)`, the quantized axis last. Codes of 4, 2 or 1 bits share bytes;
+    [`eqquant.unpack`][] returns one for each value."""
     scale_bits: "UInt[Array, '*batch blocks'] | AbstractCodes"
-    # Packed as the codes are.
+    """The bits of the scales: unsigned integers `(*batch, blocks)`, or an array of codes where the scales are quantized
+    too. `scale` shows floats."""
     zero_point_bits: UInt8[Array, "*batch bytes_per_block"] | None
+    """The zero points, packed as codes are: uint8 `(*batch, bytes)`, or `None`. `zero_point` shows one per block."""
     format: AbstractFormat
+    """The format: what codes mean, how many bits they have, and how many values share a scale. For example `NF4()`."""
     axis: int | tuple[int, ...] = eqx.field(static=True)
+    """The quantized axis, along which blocks run: a negative integer, -1 for `w @ x`. A tuple for several axes that are
+    quantized as one, as the input axes of a convolution."""
     lengths: tuple[int, ...] = eqx.field(static=True)
+    """The logical lengths of the quantized axes: a tuple of integers, one for each entry of `axis`."""
     logical_dtype: np.dtype = eqx.field(static=True)
+    """The dtype that the array dequantizes to: a NumPy dtype of floats."""
     logical_sharding: NamedSharding | PartitionSpec | None = eqx.field(static=True, default=None)
-    # As `scale_bits`, for a format with offsets.
+    """The last sharding that was given to the logical array, or `None`. `sharding` shows the current one."""
     offset_bits: "UInt[Array, '*batch blocks'] | AbstractCodes | None" = None
-    # Only in training: floats in memory order. Values come from the codes; gradients go to these floats.
+    """The bits of the offsets, as `scale_bits`; `None` for a format without offsets. `offset` shows floats."""
     gradient_of: Float[Array, "*batch length"] | None = None
+    """Only in training: floats in memory order that receive the gradient, and whose values are never read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,17 +79,21 @@ class AbstractCodes(AbstractArrayValue):
 
     @property
     def block_size(self) -> BlockSize:
+        """How many values along the quantized axis share a scale, as in `format`.
+
+        An integer; `None` for one scale per channel (row), `"tensor"` for one for the whole array.
+        """
         return self.format.block_size
 
     @property
     def scale(self) -> Float32[Array, "*batch blocks"]:
-        """The scales as floats, one per block, with the quantized axis last."""
+        """The scale of each block: float32 `(*batch, blocks)`, with the quantized axis last."""
         self._check_leaves()
         return self._floats(self.scale_bits)
 
     @property
     def zero_point(self) -> UInt8[Array, "*batch blocks"] | None:
-        """The zero point of each block, with the quantized axis last; `None` if there are none."""
+        """The zero point of each block: uint8 `(*batch, blocks)`, or `None`."""
         self._check_leaves()
         if self.zero_point_bits is None:
             return None
@@ -87,7 +101,7 @@ class AbstractCodes(AbstractArrayValue):
 
     @property
     def offset(self) -> Float32[Array, "*batch blocks"] | None:
-        """The offset of each block as a float, with the quantized axis last, or `None`."""
+        """The offset of each block: float32 `(*batch, blocks)`, or `None`."""
         self._check_leaves()
         return None if self.offset_bits is None else self._floats(self.offset_bits)
 

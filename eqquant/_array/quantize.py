@@ -79,8 +79,8 @@ def quantize(
         [`eqquant.HQQ`][], [`eqquant.GPTQ`][] or your own.
     - `scale`: scales to use instead of the method's: floats that broadcast to the shape of the result's `scale`,
         `(*batch, blocks)`, with the quantized axis last. Values beyond their range are clipped.
-    - `zero_point`: the code of zero for each scale, an integer from 0 to `2**bits - 1`. Required with `scale` if the
-        format has zero points; otherwise not allowed.
+    - `zero_point`: the code of zero for each scale: integers from 0 to `2**bits - 1`, in the shape of `scale`. Required
+        with `scale` if the format has zero points; otherwise not allowed.
 
     **Returns:**
 
@@ -124,9 +124,15 @@ def dequantize(q: QuantizedArray | ArrayLike) -> Array:
 
     Returns any other array as a JAX array.
 
+    !!! Example
+
+        ```python
+        w = eqq.dequantize(eqq.quantize(w, "int8"))  # a `jax.Array`
+        ```
+
     **Arguments:**
 
-    - `q`: a quantized array, or any array.
+    - `q`: a quantized array, or any array, of any shape.
 
     **Returns:**
 
@@ -137,6 +143,13 @@ def dequantize(q: QuantizedArray | ArrayLike) -> Array:
 
 def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
     """Returns the codes of a quantized array, one per element, in its logical order and shape.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, "int4")  # w: (out, in); q.codes: (out, in / 2)
+        codes = eqq.unpack(q)  # (out, in), uint8 from 0 to 15
+        ```
 
     **Arguments:**
 

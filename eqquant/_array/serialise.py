@@ -5,17 +5,16 @@ before the bytes.
 """
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
 
-from .._types import PyTree
+from .._types import BinaryFile, PyTree
 from .array import QuantizedArray
 
 
-def serialise_filter_spec(f: Any, x: PyTree) -> None:
+def serialise_filter_spec(f: BinaryFile, x: PyTree) -> None:
     """Saves a quantized array with its format, for `equinox.tree_serialise_leaves`.
 
     Saves any other leaf as Equinox does.
@@ -47,7 +46,7 @@ def serialise_filter_spec(f: Any, x: PyTree) -> None:
         eqx.default_serialise_filter_spec(f, x)
 
 
-def deserialise_filter_spec(f: Any, x: PyTree) -> PyTree:
+def deserialise_filter_spec(f: BinaryFile, x: PyTree) -> PyTree:
     """Loads a leaf for `equinox.tree_deserialise_leaves`.
 
     The inverse of [`eqquant.serialise_filter_spec`][].

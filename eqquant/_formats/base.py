@@ -152,7 +152,11 @@ class AbstractFormat(eqx.Module):
 
 
 class AbstractAffineFormat(AbstractFormat):
-    """A format whose blocks may each have a zero point: the code that stands for zero."""
+    """A format whose blocks may each have a zero point: the code that stands for zero.
+
+    Besides the methods of [`eqquant.extend.AbstractFormat`][], whose example shows how to define one, it has
+    `has_zero_points` and `choose_zero_point`.
+    """
 
     @property
     @abc.abstractmethod
@@ -172,7 +176,8 @@ class AbstractOffsetFormat(AbstractFormat):
     An offset is a float that is added last.
 
     Offsets are stored as scales are: in `scale_dtype`, or quantized to `scale_format`. A format has either offsets or
-    zero points.
+    zero points. Besides the methods of [`eqquant.extend.AbstractFormat`][], whose example shows how to define one, it
+    has `choose_offset`.
     """
 
     @abc.abstractmethod

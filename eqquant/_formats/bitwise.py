@@ -22,6 +22,13 @@ class Ternary(_AbstractAbsMean):
 
     Rounds $x / s$ and clips it to $\pm 1$.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.Ternary(block_size="tensor"))
+        model = eqq.quantize_tree(model, "ternary")
+        ```
+
     ??? cite
 
         [The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits](https://arxiv.org/abs/2402.17764)
@@ -45,6 +52,13 @@ class Binary(_AbstractAbsMean):
     r"""Values $-s$ and $s$ in one bit, where $s$ is the mean of $|x|$.
 
     This $s$ has the least squared error. Zero becomes $s$.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.Binary())
+        model = eqq.quantize_tree(model, "binary")
+        ```
 
     ??? cite
 

@@ -97,6 +97,13 @@ class NF4(AbstractCodebook):
     $s = \max|x|$ per block, and each value takes the nearest $s \cdot c_i$. Codes, scales and values match
     bitsandbytes bit for bit. `double_quant` also quantizes the scales, to eight bits in blocks of 256.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.NF4(double_quant=True))
+        model = eqq.quantize_tree(model, "nf4")
+        ```
+
     ??? cite
 
         [QLoRA: Efficient Finetuning of Quantized LLMs](https://arxiv.org/abs/2305.14314)
@@ -145,6 +152,12 @@ class Dynamic8(AbstractCodebook):
     An optimizer divides by the square root, which must not be zero where the first moment is not. So a value above zero
     never becomes zero: it takes at least the lowest level. (The paper does not square its levels. An optimizer then
     divides by zero if gradients within a block differ by more than a factor of about 2000.)
+
+    !!! Example
+
+        ```python
+        optim = eqq.quantize_state(optax.adam(1e-3), eqq.Dynamic8())
+        ```
 
     ??? cite
 

@@ -35,6 +35,13 @@ class FP8(AbstractMinifloat):
     The scale maps the largest magnitude onto the largest finite number: 448 for e4m3, 57344 for e5m2. Values saturate
     before the cast, so quantizing never makes a NaN or an infinity.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.FP8("e5m2"))
+        model = eqq.quantize_tree(model, "fp8")
+        ```
+
     ??? cite
 
         [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433)

@@ -52,6 +52,13 @@ class Q4_0(_AbstractCentred, _AbstractPlain):
 
     Stores codes plus 8, as $\lfloor x / s + 8.5 \rfloor$. Blocks of 32; 4.5 bits per weight.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q4_0())
+        model = eqq.quantize_tree(model, "q4_0")
+        ```
+
     ??? cite
 
         [ggml, `quantize_row_q4_0_ref`](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)
@@ -68,6 +75,13 @@ class Q8_0(_AbstractPlain):
     Rounds to nearest, ties away from zero.
 
     Stores codes plus 128. Blocks of 32; 8.5 bits per weight.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q8_0())
+        model = eqq.quantize_tree(model, "q8_0")
+        ```
 
     ??? cite
 
@@ -117,6 +131,13 @@ class Q4_1(_AbstractOffset, _AbstractPlain):
 
     Blocks of 32; scales and offsets in float16; 5 bits per weight.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q4_1())
+        model = eqq.quantize_tree(model, "q4_1")
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -129,6 +150,13 @@ class Q5_1(_AbstractOffset, _AbstractPlain):
     The offset is $\min x$.
 
     Blocks of 32; scales and offsets in float16; 6 bits per weight.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q5_1())
+        model = eqq.quantize_tree(model, "q5_1")
+        ```
 
     **Arguments:** none; the block size is set by definition.
     """
@@ -143,6 +171,13 @@ class Q5_0(_AbstractCentred, _AbstractPlain):
 
     Stores codes plus 16, as $\lfloor x / s + 16.5 \rfloor$. Blocks of 32; scales in float16; 5.5 bits per weight.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q5_0())
+        model = eqq.quantize_tree(model, "q5_0")
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -155,6 +190,13 @@ class TQ2_0(_AbstractPlain):
     Values $-s, 0, s$ with $s = \max|x|$.
 
     Blocks of 256; scales in float16; two bits per code, 2.0625 bits per weight. (TQ1_0 packs five codes in a byte.)
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.TQ2_0())
+        model = eqq.quantize_tree(model, "tq2_0")
+        ```
 
     **Arguments:** none; the block size is set by definition.
     """
@@ -216,6 +258,13 @@ class Q2_K(_AbstractK):
     $s = (\max x - \min x) / 3$ over a range that includes zero, and the offset $\min x$, each rounded to a
     multiple of a float16 for 256 weights.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q2_K())
+        model = eqq.quantize_tree(model, "q2_k")
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -232,6 +281,13 @@ class Q4_K(_AbstractK):
     $s = (\max x - \min x) / 15$ over a range that includes zero, and the offset $\min x$, each rounded to a
     multiple of a float16 for 256 weights.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q4_K())
+        model = eqq.quantize_tree(model, "q4_k")
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -246,6 +302,13 @@ class Q5_K(_AbstractK):
     $s = (\max x - \min x) / 31$ over a range that includes zero, and the offset $\min x$, each rounded to a
     multiple of a float16 for 256 weights.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q5_K())
+        model = eqq.quantize_tree(model, "q5_k")
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -259,6 +322,13 @@ class Q3_K(_AbstractCentred):
 
     $s = x_m / {-4}$, where $x_m$ is the value of largest magnitude with its sign, rounded to a multiple of a
     float16 for 256 weights.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q3_K())
+        model = eqq.quantize_tree(model, "q3_k")
+        ```
 
     **Arguments:** none; the block size is set by definition.
     """
@@ -275,6 +345,13 @@ class Q6_K(_AbstractCentred):
 
     $s = x_m / {-32}$, where $x_m$ is the value of largest magnitude with its sign, rounded to a multiple of a
     float16 for 256 weights.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q6_K())
+        model = eqq.quantize_tree(model, "q6_k")
+        ```
 
     **Arguments:** none; the block size is set by definition.
     """
@@ -305,6 +382,13 @@ class IQ4_NL(_AbstractIQ4):
     $x_m$ is the value of largest magnitude with its sign. Blocks of 32; scales in float16; 4.5 bits per weight.
     No level is zero: a zero beside other values decodes to $s$, so padded and sparse weights lose their zeros.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.IQ4_NL())
+        model = eqq.quantize_tree(model, "iq4_nl")
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -318,6 +402,13 @@ class IQ4_XS(_AbstractIQ4):
 
     Blocks of 32; scales are multiples of a float16 for 256 weights. No level is zero: a zero beside other values
     decodes to $s$, so padded and sparse weights lose their zeros.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.IQ4_XS())
+        model = eqq.quantize_tree(model, "iq4_xs")
+        ```
 
     **Arguments:** none; the block size is set by definition.
     """

@@ -59,6 +59,13 @@ class Int8(AbstractInteger):
     $-128 \ldots 127$. Affine: $s = (\max x - \min x) / 255$ over a range that includes zero, codes $0 \ldots 255$; the
     zero point is $z = -\min x / s$, rounded.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.Int8(symmetric=False))
+        model = eqq.quantize_tree(model, "int8")
+        ```
+
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
@@ -79,6 +86,13 @@ class Int6(AbstractInteger):
     Symmetric: $s = \max|x| / 31$, codes $-31 \ldots 31$. Affine: $s = (\max x - \min x) / 63$ over a range that
     includes zero, codes $0 \ldots 63$ and a zero point per block, of as many bits.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.Int6(block_size=128))
+        model = eqq.quantize_tree(model, "int6")
+        ```
+
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
@@ -97,6 +111,13 @@ class Int5(AbstractInteger):
 
     Symmetric: $s = \max|x| / 15$, codes $-15 \ldots 15$. Affine: $s = (\max x - \min x) / 31$ over a range that
     includes zero, codes $0 \ldots 31$ and a zero point per block, of as many bits.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.Int5(scale_dtype="float16"))
+        model = eqq.quantize_tree(model, "int5")
+        ```
 
     **Arguments:**
 
@@ -117,6 +138,13 @@ class Int4(AbstractInteger):
     Symmetric: $s = \max|x| / 7$, codes $-7 \ldots 7$. Affine: $s = (\max x - \min x) / 15$ over a range that includes
     zero, codes $0 \ldots 15$ and a zero point per block, of as many bits.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.Int4(block_size=32, symmetric=False))
+        model = eqq.quantize_tree(model, "int4")
+        ```
+
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
@@ -135,6 +163,13 @@ class Int3(AbstractInteger):
 
     Symmetric: levels $-4 \ldots 3$, with $s = x_m / {-4}$ where $x_m$ is the value of largest magnitude with its sign.
     Affine: $s = (\max x - \min x) / 7$ over a range that includes zero, codes $0 \ldots 7$ and a zero point per block.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.Int3(block_size=128))
+        model = eqq.quantize_tree(model, "int3")
+        ```
 
     **Arguments:**
 
@@ -156,6 +191,13 @@ class Int2(AbstractInteger):
     Symmetric: levels $-2 \ldots 1$, with $s = x_m / {-2}$ where $x_m$ is the value of largest magnitude with its sign.
     At two bits, one more level matters: levels $-1 \ldots 1$ alone lose 5 dB on normally distributed weights.
     Affine: $s = (\max x - \min x) / 3$ over a range that includes zero, codes $0 \ldots 3$ and a zero point per block.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.Int2(block_size=32, scale_dtype="float16"))
+        model = eqq.quantize_tree(model, "int2")
+        ```
 
     **Arguments:**
 

@@ -34,6 +34,13 @@ class MXFP8(_AbstractMX):
 
     $e$ is the exponent of the largest element value, 8 for e4m3 and 15 for e5m2; larger values saturate.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.MXFP8("e5m2"))
+        model = eqq.quantize_tree(model, "mxfp8")
+        ```
+
     ??? cite
 
         [OCP Microscaling Formats (MX) Specification v1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
@@ -62,6 +69,13 @@ class MXFP4(_AbstractMX):
 
     The elements are $\pm\{0, 0.5, 1, 1.5, 2, 3, 4, 6\}$; values above 6 saturate, ties go to the even mantissa.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.MXFP4())
+        model = eqq.quantize_tree(model, "mxfp4")
+        ```
+
     ??? cite
 
         [OCP Microscaling Formats (MX) Specification v1.0](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
@@ -82,6 +96,13 @@ class NVFP4(AbstractMinifloat):
     Scales are e4m3, with one float32 scale per tensor.
 
     $s = \max|x| / 6$ per block. It is quantized to e4m3 with one scale for the whole tensor, $\max s / 448$.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.NVFP4())
+        model = eqq.quantize_tree(model, "nvfp4")
+        ```
 
     ??? cite
 

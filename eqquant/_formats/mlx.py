@@ -18,6 +18,13 @@ class MLX(AbstractOffsetFormat):
     The offset $o$ is the value of a block that is farthest from zero, and $s$ leads from there to the other end. It is
     rounded so that $o / s$ is whole, and zero has a code if the block has values on both sides of it.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.MLX(bits=4, block_size=64))
+        model = eqq.quantize_tree(model, "mlx")
+        ```
+
     ??? cite
 
         [MLX, `quantize`](https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html)

@@ -70,8 +70,12 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
 
     **Returns:**
 
-    An object with `.implementation`, `.verdicts` (one per implementation), `.types` (what is multiplied in which type,
-    such as `"int8 x int8, sums in int32"`) and `.to_dict()`. Prints as a table.
+    A report, which prints as a table. It has
+
+    - `implementation`: the name of the one that runs, such as `"xla"`; `platform`: where.
+    - `verdicts`: a dictionary from the name of each implementation to the reason why it runs, or not.
+    - `types`: what is multiplied in which type, such as `"int8 x int8, sums in int32"`.
+    - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON.
 
     **Raises:**
 

@@ -145,14 +145,14 @@ def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
     **Arguments:**
 
     - `tree`: a module, or any PyTree, whose arrays all have a first axis for the layers. What is no array is kept.
-    - `index`: an integer, or an array of integers, traced or not. Negative ones count from the end. A traced one that
-        is out of bounds takes the nearest, as in JAX.
+    - `index`: an integer, or an array of integers of any shape, traced or not. Negative ones count from the end. A
+        traced one that is out of bounds takes the nearest, as in JAX.
 
     **Returns:**
 
-    The same tree. Instead of a [`eqquant.QuantizedArray`][] it has a [`eqquant.arrays.SelectedArray`][], which behaves
-    like it. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are copied, since
-    gradients go to the arrays themselves.
+    The same tree. Instead of a [`eqquant.QuantizedArray`][] it has an array that behaves like it and reads the stack;
+    its `.taken()` is a copy. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are
+    copied, since gradients go to the arrays themselves.
 
     **Raises:**
 

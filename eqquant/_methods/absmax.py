@@ -13,6 +13,12 @@ class AbsMax(AbstractScaleMethod):
     This is the default. [`eqquant.Ternary`][] and [`eqquant.Binary`][] take the mean magnitude; the GGUF and OCP
     formats follow their specifications.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, "int4", method=eqq.AbsMax())  # as without `method`
+        ```
+
     **Arguments:** none.
     """
 

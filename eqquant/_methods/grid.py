@@ -19,9 +19,13 @@ from .stochastic import move_stochastically
 class EncodedRows(NamedTuple):
     """The result of a method: a code for each value, with the scales and zero points.
 
-    Codes are `(*batch, length)`.
+    [`eqquant.extend.encode_rows`][] makes it.
 
-    `scale` holds the bits of the scales, or an `EncodedRows` if the format quantizes its scales; so does `offset`.
+    - `codes`: a code for each value, not packed: uint8 `(*batch, length)`.
+    - `scale`: the bits of the scales as the format stores them: unsigned integers `(*batch, blocks)`, or another
+        `EncodedRows` if the format quantizes its scales.
+    - `zero_point`: uint8 `(*batch, blocks)`, or `None`.
+    - `offset`: as `scale`, `(*batch, blocks)`, for a format with offsets, or `None`.
     """
 
     codes: UInt8[Array, "*batch length"]
@@ -210,6 +214,12 @@ def encode_rows(
 
     A block that holds a NaN or an infinity gets a scale of NaN, so it decodes to NaN.
 
+    !!! Example
+
+        ```python
+        encoded = eqq.extend.encode_rows(rows, scale, zero_point, format)
+        ```
+
     **Arguments:**
 
     - `rows`: floats of shape `(*batch, length)`, with the quantized axis last.
@@ -255,6 +265,12 @@ def encode_by_chunks(
 
 def decode_rows(encoded: EncodedRows, format: AbstractFormat) -> Float32[Array, "*batch length"]:
     """Returns the values that codes stand for. For a method that compares candidates.
+
+    !!! Example
+
+        ```python
+        error = eqq.extend.decode_rows(encoded, format) - rows
+        ```
 
     **Arguments:**
 

@@ -23,6 +23,12 @@ class HQQ(AbstractScaleMethod):
     least squares. Starts at the scale of [`eqquant.MSE`][] and stays near it. (The global minimum gives up every
     outlier, at ten times the squared error.) Works with every format.
 
+    !!! Example
+
+        ```python
+        model = eqq.quantize_tree(model, "int4", method="hqq")
+        ```
+
     ??? cite
 
         [Half-Quadratic Quantization of Large Machine Learning Models](https://mobiusml.github.io/hqq_blog/)

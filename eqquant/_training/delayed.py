@@ -41,7 +41,7 @@ def delayed_scaling(
 ) -> "optax.GradientTransformationExtraArgs":
     r"""Keeps the scales of a model that was made by `eqq.low_precision_training(..., delayed=True)`: *delayed scaling*.
 
-    Each [`eqquant.arrays.LowPrecisionArray`][] of such a model holds three floats, the largest magnitudes that its
+    Each weight of such a model holds three floats, the largest magnitudes that its
     products expect of $x$, $W$ and $\mathrm d y$. Their gradients are no gradients, but the magnitudes that the
     products of this step saw. The wrapper puts these into a history, and returns updates by which the model then holds
     the largest of the history. All else is left to the wrapped optimizer, which sees no magnitudes: neither its moments

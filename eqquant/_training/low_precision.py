@@ -72,8 +72,8 @@ def low_precision_training(
 
     **Returns:**
 
-    A model of the same classes, in which each weight is a [`eqquant.arrays.LowPrecisionArray`][] around the float
-    array. An array that appears in several places stays shared.
+    A model of the same classes, in which each weight is an array around the float array, `weight.array`, that rounds
+    both operands of each product. An array that appears in several places stays shared.
 
     **Raises:**
 

@@ -98,8 +98,13 @@ def float_masters(
 
     **Returns:**
 
-    An `optax.GradientTransformationExtraArgs`, whose state is a [`eqquant.FloatMastersState`][]: a pytree of constant
-    structure, which you can save with `equinox.tree_serialise_leaves` or orbax.
+    An `optax.GradientTransformationExtraArgs`, whose state is a pytree of constant structure, which you can save with
+    `equinox.tree_serialise_leaves` or orbax. It is a named tuple:
+
+    - `masters`: the tree of parameters, with a float array of `dtype` and of the logical shape for each trained
+        quantized array, and `None` elsewhere.
+    - `inner_state`: the state of `optimizer`, for the masters and the float parameters.
+    - `key_data`: the data of the key for stochastic rounding at the next step, uint32, or `None`.
 
     **Raises:**
 

@@ -52,8 +52,6 @@ def checkpoint_quantized(
         # Saves only the results of products, and computes again what lies between them.
         dots = jax.checkpoint_policies.dots_saveable
         x = eqq.checkpoint_quantized(block, policy=dots)(x)
-        print(eqq.analysis.residual_nbytes(block, x))               # bytes, before and after
-        print(eqq.analysis.residual_nbytes(eqq.checkpoint_quantized(block), x))
         ```
 
     **Arguments:**
@@ -191,20 +189,7 @@ def _quantize_residual(x: Array, format: AbstractFormat) -> Array | QuantizedArr
 def residual_nbytes(fun: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> int:
     """Counts the bytes that a function saves for its backward pass, beside its arguments and what it closes over.
 
-    !!! Example
-
-        ```python
-        eqq.analysis.residual_nbytes(loss, model, x, y)
-        ```
-
-    **Arguments:**
-
-    - `fun`: a function of pytrees, which returns a pytree of arrays.
-    - `args`, `kwargs`: its arguments, arrays or `jax.ShapeDtypeStruct`s. It is not computed.
-
-    **Returns:**
-
-    The number of bytes. The compiler may save less: it may compute cheap values again.
+    Arguments may be `jax.ShapeDtypeStruct`s. The compiler may save less: it may compute cheap values again.
     """
     arrays, other = eqx.partition((args, kwargs), lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
     arrays, treedef = jtu.tree_flatten(arrays)

@@ -66,7 +66,7 @@ class WeightUse:
 class CallExplanation(Report):
     """How a call uses each weight of a model. Prints as a table.
 
-    - `weights`: a [`eqquant.WeightUse`][] for each quantized array, and each array of floats with two axes or more.
+    - `weights`: a `WeightUse` for each quantized array, and each array of floats with two axes or more.
     """
 
     weights: tuple[WeightUse, ...]
@@ -143,8 +143,18 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
 
     **Returns:**
 
-    An object with `.weights`, a [`eqquant.WeightUse`][] for each weight; `.decoded`, those of them that are decoded
-    whole; and `.to_dict()`. Prints as a table.
+    A report, which prints as a table. It has
+
+    - `weights`: for each quantized array, and each array of floats with two axes or more: its `path`; its `format`, a
+        `repr` or `None` for floats; its `nbytes`; its `roles`, a tuple of `"packed"` (a product reads the codes),
+        `"decoded"` (the whole weight becomes floats first), `"multiplied"` (a product of floats), `"looked up"`,
+        `"added"`, `"scaled"` (multiplied value by value), `"used by <operation>"`; the `implementations` of packed
+        products; the `lines` where it is decoded, `file:line (operations)`, with `decoded_nbytes` of floats; the `axis`
+        along which products of floats sum; and a `remedy`, what to write so that it is not decoded, or `""`.
+    - `decoded`: those of them that are decoded whole.
+    - `.rules(format="nf4")`: rules for [`eqquant.quantize_tree`][] from a call of a float model. Weights that the call
+        multiplies or looks up get the format, along the axis of their inputs; all others stay in float.
+    - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON.
 
     **Raises:**
 

@@ -69,22 +69,3 @@ def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "l
     }
     pair = {f"{layers}.attention.v.{{p}}": FoldInto((f"{layers}.attention.output.weight",), head_size)}
     return {writers: ResidualStream(readers, offset), **pair}
-
-
-def bert_pairs(*, layers: str = "layers.{n}") -> Folds:
-    """Returns the pairs of BERT, by the paths of [`eqquant.io.names.bert`][].
-
-    For [`eqquant.transforms.smooth`][].
-
-    There is one: values, which feed the output of attention. A norm of BERT feeds a residual sum too, and GELU stands
-    between `up` and `down`.
-
-    **Arguments:**
-
-    - `layers`: the path of a layer: `"layers"` for one stack of them.
-
-    **Returns:**
-
-    A mapping for `fold`.
-    """
-    return {f"{layers}.attention.{{v:v|value}}.{{p}}": f"{layers}.attention.output.weight"}

@@ -1,5 +1,7 @@
 """Quantizes whole models, or plans what that would do."""
 
+from __future__ import annotations
+
 import functools as ft
 from collections.abc import Callable, Hashable, Sequence
 
@@ -289,9 +291,15 @@ def plan_tree(
 
     **Returns:**
 
-    A report with a row for each array of the tree: its format, bytes and bits per value, and the reason for the format
-    or for leaving the array in float. It prints as a table and has `.to_dict()`. The leaves of `tree` may be
-    `jax.ShapeDtypeStruct`s.
+    A report, which prints as a table. The leaves of `tree` may be `jax.ShapeDtypeStruct`s. It has
+
+    - `leaves`: for each array its `path`, logical `shape` and `dtype`, `format` (`None` if it stays in float), `axis`,
+        the `reason`, `nbytes` as stored, `dense_nbytes` in its logical dtype, `bits` per value with scales, and
+        `activations`, the format that products quantize the other operand to, or `None`.
+    - `nbytes`, `dense_nbytes`, `bits`: of the whole tree; `params`, the number of values; `quantized_bits`, per value
+        of the quantized arrays alone; `planned`, whether nothing is quantized yet.
+    - `.table(every_leaf=True)`: the table with a row for each array; otherwise repeated layers share rows.
+    - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON.
 
     **Raises:**
 

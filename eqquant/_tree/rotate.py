@@ -31,7 +31,7 @@ def rotate(
     r"""Rotates the inputs of weights by a randomised Hadamard transform, so that no input and no weight is far larger
     than the others. Call it before you quantize.
 
-    Each weight $W$ becomes a [`eqquant.arrays.RotatedArray`][], which stores $V = W R^T$ and computes $V (R x)$: the
+    Each weight $W$ becomes an array that stores $V = W R^T$ as `weight.array`, and computes $V (R x)$: the
     same model up to rounding in float32. Then quantize it as any other: formats and methods see $V$,
     [`eqquant.calibrate.collect_stats`][] sees the rotated inputs, and so do quantized activations. That is what makes
     two and three bits work with one scale for each row, and activations of four bits. Weights in small blocks gain

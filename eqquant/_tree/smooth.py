@@ -230,8 +230,8 @@ def smooth(
     loses less when it is quantized. Call it before you quantize.
 
     Where a norm or a linear layer makes the inputs, and nothing else takes its outputs, this divides the weights of
-    that layer instead: exact, and free at run time. You name such pairs as `fold`. Everywhere else the weight becomes a
-    [`eqquant.arrays.ScaledArray`][], which multiplies its inputs by a vector.
+    that layer instead: exact, and free at run time. You name such pairs as `fold`. Everywhere else the weight becomes
+    an array that multiplies its inputs by a vector: `weight.array`, with `weight.scale`, floats `(*stack, inputs)`.
 
     The result has other statistics: collect them again before you use a method that needs them, such as
     [`eqquant.GPTQ`][].

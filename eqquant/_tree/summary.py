@@ -37,7 +37,8 @@ def summary(tree: PyTree) -> TreeReport:
 
     **Returns:**
 
-    A report with a row for each array. It prints as a table and has `.to_dict()`.
+    A report, which prints as a table, with the fields of that of [`eqquant.plan_tree`][]: `leaves`, a row for each
+    array, `nbytes`, `bits` and others.
     """
     rows = []
     for leaf in named_leaves(tree, _is_whole):
@@ -99,6 +100,13 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
     """Dequantizes every quantized and simulated array of a tree to a dense array, and undoes rotations and other
     maps of inputs. The inverse of [`eqquant.quantize_tree`][], up to rounding.
 
+    !!! Example
+
+        ```python
+        float_model = eqq.dequantize_tree(model)
+        half_model = eqq.dequantize_tree(model, "bfloat16")
+        ```
+
     **Arguments:**
 
     - `tree`: any pytree.
@@ -128,6 +136,12 @@ def tree_nbytes(tree: PyTree) -> int:
     """Counts the bytes of the arrays of a tree. Packed codes count with their packed size; an array that appears in
     several places counts once.
 
+    !!! Example
+
+        ```python
+        print(eqq.tree_nbytes(model), eqq.tree_nbytes(eqq.quantize_tree(model, "nf4")))
+        ```
+
     **Arguments:**
 
     - `tree`: any pytree, quantized or not.
@@ -142,6 +156,12 @@ def tree_nbytes(tree: PyTree) -> int:
 
 def count_params(tree: PyTree) -> int:
     """Counts the floating point parameters of a tree. A quantized array counts with its logical size.
+
+    !!! Example
+
+        ```python
+        bits = 8 * eqq.tree_nbytes(model) / eqq.count_params(model)  # per parameter
+        ```
 
     **Arguments:**
 

@@ -46,8 +46,8 @@ class ActivationQuantizedArray(AbstractWrappedArray):
     - `activations`: the format of the other operand, or its lower-case name. A scale covers a block of one example, or
         all of it: examples never share one, even if `block_size="tensor"`.
     - `scale`, `zero_point`: a scale (and zero point, if the format has one) from calibration, instead of one for each
-        example. Scalars, or one for each layer of a stack. They need a format without blocks. Values beyond their
-        range are clipped, and get no gradient.
+        example. Of shape `()`, or one for each layer of a stack, `(layers,)`. They need a format without blocks. Values
+        beyond their range are clipped, and get no gradient.
     - `learn_scale`: whether that scale trains. It then holds a factor, stored as its logarithm, a float leaf.
     """
 

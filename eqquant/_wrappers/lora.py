@@ -31,6 +31,13 @@ class LoraArray(AbstractArrayValue):
     [`eqquant.loraify`][] makes these. A matmul multiplies by the base (with the quantized matmul, if it is quantized)
     and by the two factors, and never computes the dense sum. Every other operation does.
 
+    !!! Example
+
+        ```python
+        model = eqq.loraify(model, rank=8, key=key)
+        isinstance(model.layers[0].weight, eqq.arrays.LoraArray)
+        ```
+
     ??? cite
 
         [LoRA: Low-Rank Adaptation of Large Language Models](https://arxiv.org/abs/2106.09685)

@@ -34,7 +34,7 @@ class LowPrecisionArray(AbstractWrappedArray):
     !!! Example
 
         ```python
-        w = eqq.arrays.LowPrecisionArray(w, "fp8", eqq.FP8("e5m2"))
+        w = LowPrecisionArray(w, "fp8", eqq.FP8("e5m2"))
         y = x @ w.T                                                  # both operands are rounded to e4m3
         dx = jax.grad(lambda x: jnp.sum(jnp.sin(x @ w.T)))(x)        # rounds the gradient of `y` to e5m2
         ```

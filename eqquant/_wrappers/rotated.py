@@ -21,7 +21,7 @@ class RotatedArray(AbstractMappedArray):
     !!! Example
 
         ```python
-        w = eqq.arrays.RotatedArray.of(dense)
+        w = RotatedArray.of(dense)
         y = w @ x                           # w.array @ (R @ x), which is dense @ x up to rounding
         ```
 

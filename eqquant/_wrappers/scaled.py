@@ -16,7 +16,7 @@ class ScaledArray(AbstractMappedArray):
     !!! Example
 
         ```python
-        w = eqq.arrays.ScaledArray(eqq.quantize(dense / scale, "int4"), scale)    # about `dense`
+        w = ScaledArray(eqq.quantize(dense / scale, "int4"), scale)    # about `dense`
         ```
 
     `scale` is an array of floats, and trains as the weight of a norm does.

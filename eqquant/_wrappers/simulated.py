@@ -39,7 +39,7 @@ def fake_quantize(
     r"""Quantizes and dequantizes `x`, and passes gradients straight through: the straight-through estimator.
 
     Returns `dequantize(quantize(x, format))`, bit for bit. Its derivative is the identity, since the derivative of
-    rounding is zero almost everywhere. Forward and reverse mode both work. `straight_through` is the same function.
+    rounding is zero almost everywhere. Forward and reverse mode both work.
 
     !!! Example
 
@@ -80,15 +80,19 @@ def fake_quantize(
     return value_of(q.dequantize(), gradient_of=source)
 
 
-straight_through = fake_quantize
-
-
 class FakeQuantizedArray(AbstractArrayValue):
     """A float master that is quantized at each use, and trains like any float array.
 
     [`eqquant.quantize_tree`][] makes it with `simulate=True`. Its one leaf is `master`, so any training loop works
     unchanged. Products, lookups and everything else use [`quantized`][eqquant.arrays.FakeQuantizedArray.quantized];
     gradients go to the master.
+
+    !!! Example
+
+        ```python
+        model = eqq.quantize_tree(model, "int4", simulate=True)
+        isinstance(model.layers[0].weight, eqq.arrays.FakeQuantizedArray)
+        ```
 
     **Arguments:**
 
@@ -97,8 +101,9 @@ class FakeQuantizedArray(AbstractArrayValue):
     - `axis`: the quantized axis or axes, as negative numbers.
     - `logical_dtype`: the dtype of the dequantized array, which may differ from the dtype of the master.
     - `method`: the method that chooses scales and codes.
-    - `scale_bits`, `log_factor`: for learned scales, the bits of those that training began with, and the logarithms of
-        the factors by which they have changed since. The factors train.
+    - `scale_bits`, `log_factor`: for learned scales, the bits of those that training began with, uint32
+        `(*batch, blocks)`, and the logarithms of the factors by which they have changed since, float32 of the same
+        shape. The factors train.
     """
 
     master: Float[Array, "..."]

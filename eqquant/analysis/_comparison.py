@@ -1,5 +1,7 @@
 """Measures the error and the size of formats on one array."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
@@ -103,32 +105,7 @@ def run_benchmark(
     method: AbstractMethod | None = None,
     threshold: Real | None = None,
 ) -> Benchmark:
-    """Quantizes one array to one format and measures the error and the size.
-
-    !!! Example
-
-        ```python
-        row = eqq.analysis.run_benchmark(w, "nf4")
-        row.error.sqnr_db, row.bits, row.compression, row.quality
-        ```
-
-    **Arguments:**
-
-    - `x`: the values.
-    - `format`: a format, its lower-case name, or a [`eqquant.QuantConfig`][] with a method.
-    - `name`: the name of the row; by default, the `repr` of the format.
-    - `axis`: the axis along which blocks run.
-    - `method`: the method that chooses scales and codes, unless `format` sets one.
-    - `threshold`: as in [`eqquant.analysis.analyze_error`][].
-
-    **Returns:**
-
-    A report with `name`, `format`, `bits`, `error`, `compression` and `quality`. It prints as a table.
-
-    **Raises:**
-
-    As [`eqquant.quantize`][] and [`eqquant.analysis.analyze_error`][].
-    """
+    """Quantizes one array to one format and measures the error and the size: a row of `compare_formats`."""
     (use,) = as_configs(format, method)
     values = to_numpy(x, "`x`")
     q = quantize(values, use.format, axis=axis, method=use.method)
@@ -162,7 +139,14 @@ def compare_formats(
 
     **Returns:**
 
-    A report with a row for each format, `best_by_sqnr`, `best_by_mse` and `best_by_quality`.
+    A report, which prints as a table. It has
+
+    - `rows`: for each format its `name`, `format`, `bits` (per value, including scales), `error` (the report of
+        [`eqquant.analysis.analyze_error`][]), `compression` (32 over the bits) and `quality` (the SQNR in dB over the
+        compression). `report["Int4()"]` is the row of that name.
+    - `best_by_sqnr`, `best_by_mse`, `best_by_quality`: the best row by each of these.
+    - `.plot(ax=None)`: draws relative errors against bits, and the Pareto front; returns Matplotlib's axes.
+    - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON.
 
     **Raises:**
 

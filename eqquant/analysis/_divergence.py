@@ -75,8 +75,15 @@ def output_divergence(
 
     **Returns:**
 
-    A report with `kl`, `top1`, `cosine` and `relative_l2`, the worst `kl` and `cosine`, and the values of each output
-    vector. It prints as a table.
+    A report, which prints as a table. It has
+
+    - `kl`, `kl_worst`: the mean and the largest Kullback-Leibler divergence of the softmax of the outputs, in nats.
+    - `top1`: the share of outputs whose largest entry is at the same index, from 0 to 1.
+    - `cosine`, `cosine_worst`: the mean and the smallest cosine of the outputs.
+    - `relative_l2`: the norm of the difference over the norm of the outputs.
+    - `outputs`: the number of output vectors; `kls`, `cosines`: the values of each, float64 `(outputs,)`.
+    - `.plot(ax=None)`: draws the histogram of the cosines; returns Matplotlib's axes.
+    - `.to_dict()`, `.to_json(indent=None)`: the numbers as plain Python, and as JSON.
 
     **Raises:**
 

@@ -82,7 +82,7 @@ class ErrorReport(Report):
 
 
 def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> ErrorReport:
-    """Measures the error of a quantized array compared with the original.
+    r"""Measures the error of a quantized array compared with the original.
 
     Sums run in float64, so they do not overflow or underflow for any float32 magnitudes.
 
@@ -101,8 +101,17 @@ def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> Err
 
     **Returns:**
 
-    A report with `mse`, `rmse`, `mae`, `max_error`, `sqnr_db`, `relative_l2`, `cosine` and `outlier_rate`. It prints as
-    a table. Its `.plot()` draws the histogram of the values on the grid of the codes.
+    A report, which prints as a table. It has
+
+    - `sqnr_db`: $10 \log_{10}$ of the mean square of the values over that of the error, in dB.
+    - `relative_l2`: the norm of the error over the norm of the values.
+    - `cosine`: the cosine between values and quantized values.
+    - `mse`, `rmse`, `mae`, `max_error`: the mean squared, the root mean squared, the mean absolute and the largest
+        error, in the unit of `x` or its square.
+    - `outlier_rate`: the share of errors above `threshold`, from 0 to 1; and the `threshold`.
+    - `size`, `rms`: the number of values, and their root mean square.
+    - `.plot(ax=None)`: draws the histogram of the values on the grid of the codes; returns Matplotlib's axes.
+    - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON. All numbers are floats of Python.
 
     **Raises:**
 
@@ -114,27 +123,7 @@ def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> Err
 
 
 def quantization_mse(x: Values, q: Values) -> float:
-    """Computes the mean squared difference of two arrays.
-
-    !!! Example
-
-        ```python
-        eqq.analysis.quantization_mse(w, eqq.quantize(w, "int8"))
-        ```
-
-    **Arguments:**
-
-    - `x`: the original values: any floating point array, a quantized one too.
-    - `q`: a quantized array, or any floating point array of the same shape.
-
-    **Returns:**
-
-    The mean squared error.
-
-    **Raises:**
-
-    As [`eqquant.analysis.analyze_error`][].
-    """
+    """Computes the mean squared difference of two arrays."""
     return analyze_error(x, q).mse
 
 

@@ -1,5 +1,7 @@
 """Measures the error of every leaf of a model."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -111,8 +113,13 @@ def analyze_tree(
 
     **Returns:**
 
-    A report with a row for each quantized leaf, and the `bits`, `mse` and `sqnr_db` over all of them. It prints as a
-    table.
+    A report, which prints as a table. It has
+
+    - `leaves`: for each quantized leaf its `path`, `shape`, `format`, `bits` (per value, including scales) and `error`,
+        the report of [`eqquant.analysis.analyze_error`][].
+    - `bits`, `mse`, `sqnr_db`: of all these leaves together.
+    - `.plot(ax=None)`: draws the SQNR of each leaf as a bar; returns Matplotlib's axes.
+    - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON.
 
     **Raises:**
 

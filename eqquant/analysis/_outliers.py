@@ -19,6 +19,8 @@ from ._error import measure, quantization_mse, Real, to_numpy, Values
 class OutlierImpact(Report):
     """The error with all values, and with magnitudes clipped at `threshold`, a percentile of the magnitudes.
 
+    [`eqquant.reference.outlier_impact`][] makes it.
+
     `clipped_mse` compares with the clipped values, `total_mse` with the original ones, so it includes the error of
     clipping itself. `ratio` is `mse / clipped_mse`.
     """
@@ -52,7 +54,7 @@ def outlier_impact(
     !!! Example
 
         ```python
-        eqq.analysis.outlier_impact(w, 99.9).ratio
+        eqquant.reference.outlier_impact(w, 99.9).ratio
         ```
 
     **Arguments:**

@@ -158,8 +158,14 @@ def plan_bits(
     **Returns:**
 
     A plan: a mapping from paths to formats, or `None` for float. Pass it to [`eqquant.quantize_tree`][], with the same
-    `where` and `axis` as to `sensitivity`. It prints as a table. If the whole model fits the budget in float, the plan
-    quantizes nothing, and `quantize_tree` raises.
+    `where` and `axis` as to `sensitivity`. If the whole model fits the budget in float, the plan quantizes nothing, and
+    `quantize_tree` raises. It prints as a table, and has
+
+    - `leaves`: for each array or group its `paths`, `shape`, `format`, `nbytes`, `bits` (per weight, including scales),
+        `increase` of the loss, `arrays` and `group`.
+    - `bits`, `nbytes`, `increase`: of all these leaves together; `target_bits`.
+    - `.plot(ax=None)`: draws the bits of each leaf as a bar; returns Matplotlib's axes.
+    - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON.
 
     **Raises:**
 

@@ -1,5 +1,7 @@
 """Measures the loss of a model with one leaf at a time quantized."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import re
@@ -151,8 +153,14 @@ def sensitivity(
 
     **Returns:**
 
-    A report with the loss and the bytes for each leaf and format. It prints as a table.
-    [`eqquant.analysis.plan_bits`][] makes a plan from it.
+    A report, which prints as a table. [`eqquant.analysis.plan_bits`][] makes a plan from it. It has
+
+    - `loss`: that of the float model.
+    - `leaves`: for each array or group its `paths`, `shape`, `dense_nbytes` (in float), and a tuple with an entry for
+        each format of `formats`, `nbytes` and `losses`. `arrays` is the size of a group, `group` its name, and `axes`
+        are those along which blocks run.
+    - `.plot(ax=None)`: draws a dot for each leaf and format; returns Matplotlib's axes.
+    - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON.
 
     **Raises:**
 
@@ -223,8 +231,8 @@ def weight_sensitivity(
     - `method`: the method that chooses scales and codes, for each of `formats` that sets none.
     - `group`: patterns of the beginnings of paths, in which `*` is any one key: with `"layers.*"`, the arrays of one
         shape at `layers.0.up.weight`, `layers.1.up.weight` and so on get one format, and are measured at once.
-    - `read`: returns the array of a path. Then `model` may hold shapes alone, as [`eqquant.io.skeleton`][] does, and
-        one array at a time is in memory.
+    - `read`: returns the array of a path. Then `model` may hold `jax.ShapeDtypeStruct`s, and one array at a time is in
+        memory.
 
     **Returns:**
 

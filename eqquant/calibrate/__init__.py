@@ -3,5 +3,3 @@
 from ._clipping import MSERange as MSERange, Percentile as Percentile
 from ._collect import collect_stats as collect_stats
 from ._ranges import MinMax as MinMax, MovingAverage as MovingAverage
-from ._result import CalibrationResult as CalibrationResult
-from ._stats import ActivationStats as ActivationStats, LeafStats as LeafStats

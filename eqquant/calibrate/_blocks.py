@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,9 +70,13 @@ class Blocks:
         return {a: self.shape[a] for a in range(-len(self.shape), 0) if a not in self.axes}
 
 
-def as_blocks(block_size: BlockSize, like: Any, axis: int | Sequence[int]) -> Blocks:
-    """Makes the blocks along `axis` for data whose shape ends like `like`, an array or a shape."""
-    shape = tuple(int(n) for n in np.atleast_1d(np.asarray(getattr(like, "shape", like), int)))
+def as_shape(like: object) -> tuple[int, ...]:
+    """Returns the shape of an array, or a shape as a tuple."""
+    return tuple(int(n) for n in np.atleast_1d(np.asarray(getattr(like, "shape", like), int)))
+
+
+def as_blocks(block_size: BlockSize, shape: tuple[int, ...], axis: int | Sequence[int]) -> Blocks:
+    """Makes the blocks along `axis` for data whose shape ends like `shape`."""
     axes = tuple(np.atleast_1d(np.asarray(axis)).tolist())
     whole = np.asarray(axis).dtype.kind == "i" and len(axes) > 0
     if not whole or any(a >= len(shape) for a in axes):

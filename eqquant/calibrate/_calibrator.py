@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -16,10 +16,10 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int32
 from .._array.checks import is_known_not_finite
 from .._array.value import AbstractArrayValue
 from .._formats import Int8
-from .._formats.base import as_format
+from .._formats.base import AbstractFormat, as_format
 from .._numerics.axes import as_axis
 from .._types import PyTree
-from ._blocks import as_blocks, Blocks
+from ._blocks import as_blocks, as_shape, Blocks
 from ._result import CalibrationResult, check_range_format, check_real, parameters
 
 
@@ -53,8 +53,8 @@ class AbstractCalibrator(eqx.Module):
     - `name`: the name of the data in error messages, for instance the path of a leaf.
     """
 
-    format: Any = eqx.field(static=True, default=Int8(block_size="tensor"))
-    shape: Any = eqx.field(static=True, default=())
+    format: AbstractFormat = eqx.field(static=True, default=Int8(block_size="tensor"), converter=as_format)
+    shape: tuple[int, ...] = eqx.field(static=True, default=(), converter=as_shape)
     axis: int | Sequence[int] = eqx.field(static=True, default=-1)
     name: str = eqx.field(static=True, default="the data", kw_only=True)
     # The state, empty at first: `dataclasses.replace` passes it on.
@@ -63,7 +63,8 @@ class AbstractCalibrator(eqx.Module):
     batches: Int32[Array, ""] = eqx.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.format = as_format(self.format)
+        # Converters run after this, which needs their results.
+        self.format, self.shape = as_format(self.format), as_shape(self.shape)
         check_range_format(self.format)
         blocks = as_blocks(self.format.block_size, self.shape, self.axis)
         self.shape, self.axis = blocks.shape, as_axis(blocks.axes)
@@ -141,7 +142,15 @@ class AbstractCalibrator(eqx.Module):
 
         **Returns:**
 
-        A [`eqquant.calibrate.CalibrationResult`][].
+        A pytree with
+
+        - `scale`: float32, with the quantized axis last: `()` for one scale, `(out, 1)` for one per row of a matrix,
+            `(out, blocks)` for blocks along its last axis.
+        - `zero_point`: uint8 of the same shape; `None` for a format without zero points.
+        - `min`, `max`: the range, widened to include zero: float32 of the same shape.
+        - `format`, `axis`: the calibrated format, and the axis, or axes, along which blocks run, negative.
+        - `.quantize(x, key=None)`: quantizes an array whose shape ends like that of the data, with these scales; clips
+            values outside the range. Returns a [`eqquant.QuantizedArray`][].
 
         **Raises:**
 

@@ -38,7 +38,7 @@ def collect_stats(
     lookups: bool = False,
     calibrator: AbstractCalibrator | None = None,
 ) -> ActivationStats:
-    """Runs a model on data and collects statistics of the inputs of each weight.
+    r"""Runs a model on data and collects statistics of the inputs of each weight.
 
     Runs the model as it is, and follows each weight through the traced program to the products that it takes part in:
     `@`, `jnp.einsum`, `jax.lax.dot_general`, convolutions and `jax.lax.ragged_dot`; transposed, reshaped, divided,
@@ -78,7 +78,29 @@ def collect_stats(
 
     **Returns:**
 
-    An [`eqquant.calibrate.ActivationStats`][] with a row for each weight.
+    A mapping from paths, which prints as a table. Methods and `activations=` take it as it is.
+    `stats["layers.0.weight"]` has
+
+    - `path`, `shape`: of the weight.
+    - `axis`: the contracted axis, along which to quantize: `-1` for `w @ x`, `-2` for `x @ w`, all input axes for a
+        convolution; `None` for a weight that no product used, and then the statistics are `None`.
+    - `note`: remarks, or why there are no statistics.
+    - `rows`: the number of observed inputs, int64 `(*stack,)`: the axes before the last two, as in a stack of layers.
+    - `min`, `max`, `mean`, `mean_abs`, `second_moment`: of each input feature, float64 `(*stack, features)`. The second
+        moment is the mean square. The features of a convolution are the values of the patch under the kernel, in the
+        order of its axes; the groups of a grouped convolution are pooled. Zero for a layer without observed inputs.
+    - `outlier_rate`: the share of values whose magnitude exceeds `threshold`, from 0 to 1.
+    - `gram`: with `gram=True`, the mean of $x x^T$: float64 `(*stack, features, features)`. The Hessian of GPTQ is
+        twice this matrix.
+    - `calibrated`: with a `calibrator`, its result for all values of the inputs: `(*stack,)`.
+    - `looked_up`: whether the weight was only indexed, as an embedding. With `lookups=True` its `second_moment` and
+        `gram` are those of the gradients of its entries, in random directions of the outputs, and `rows` counts them.
+    - `fingerprint`: a few sums of the values of the weight, by which methods recognize it; `None` if it was quantized.
+
+    Besides `leaves` (all of these in the order of the model), `batches` and `threshold` it has `.to_dict()`,
+    `.to_json(indent=None)`, and `.without_fingerprints()`: the same statistics for other values of the weights. Methods
+    raise for a weight that differs by 5 % or more from the observed one, as after [`eqquant.transforms.rotate`][],
+    [`eqquant.transforms.smooth`][] or training.
 
     **Raises:**
 

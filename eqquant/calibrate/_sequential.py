@@ -1,5 +1,7 @@
 """Quantizes a model layer by layer, each with statistics of the model whose earlier layers are quantized already."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

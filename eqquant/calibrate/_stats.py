@@ -36,7 +36,7 @@ class LeafStats:
     - `outlier_rate`: the share of values whose magnitude exceeds the threshold.
     - `gram`: with `gram=True`, the mean of $x x^T$: float64, `(*stack, features, features)`. The Hessian of GPTQ is
         twice this matrix.
-    - `calibrated`: with a `calibrator`, its [`eqquant.calibrate.CalibrationResult`][] for all values of the inputs, one
+    - `calibrated`: with a `calibrator`, its `CalibrationResult` for all values of the inputs, one
         for each layer of a stack: `(*stack,)`.
     - `looked_up`: whether the weight was only indexed, as an embedding, so that it has no inputs. With `lookups=True`
         it has a `second_moment` and a `gram` nevertheless: those of the gradients of its entries, in random directions
@@ -105,7 +105,7 @@ jtu.register_pytree_node(LeafStats, _flatten_stats, _unflatten_stats)
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class ActivationStats(Report, Mapping[str, LeafStats]):
-    """The result of [`eqquant.calibrate.collect_stats`][]: a [`eqquant.calibrate.LeafStats`][] for each weight.
+    """The result of [`eqquant.calibrate.collect_stats`][]: a `LeafStats` for each weight.
 
     A mapping from paths: `stats["layers.0.weight"]` returns the statistics of that weight. So you can pass it as the
     `inputs` of a method that needs statistics. Prints as a table.

@@ -1,9 +1,9 @@
 """Files: our own, and the checkpoints of other libraries. See `docs/files.md`."""
 
 from . import names as names
-from ._checkpoint import Checkpoint as Checkpoint, CheckpointRow as CheckpointRow, open as open
-from ._convert import convert as convert, skeleton as skeleton
+from ._checkpoint import Checkpoint as Checkpoint, open as open
+from ._convert import convert as convert
 from ._load import assign as assign
-from ._load_into import load_into as load_into, LoadPlan as LoadPlan, LoadRow as LoadRow, plan_load as plan_load
+from ._load_into import load_into as load_into, plan_load as plan_load
 from ._rules import Target as Target
 from ._write import write as write

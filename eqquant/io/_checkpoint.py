@@ -56,7 +56,10 @@ class Checkpoint(Report, Mapping[str, Any]):
     - `dialect`: whose layout it is, such as `"gguf"`.
     - `metadata`: the key-value pairs of the file.
     - `config`: `config.json` of the folder, or an empty dictionary.
-    - `rows`: a description of each array, known without reading it.
+    - `rows`: for each array, known without reading it, its `name`, logical `shape` and `dtype`; `stored_as`, the type
+        in the file; the `format` that it is read as, `None` for floats; `nbytes` and `bits` per value in the file; and
+        the `problem` if it cannot be read, or `None`.
+    - `nbytes`, `bits`: of all arrays together.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("nbytes", "bits")

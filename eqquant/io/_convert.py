@@ -1,5 +1,7 @@
 """`eqq.io.convert`: rewrites a checkpoint for eqquant or another library, array by array."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools as ft
@@ -48,23 +50,8 @@ def skeleton(checkpoint: Checkpoint) -> PyTree:
 
     They are nested by the dots of their names.
 
-    Quantized arrays appear as the float arrays that they stand for. Pass it to [`eqquant.plan_tree`][] to see what a
-    rule would do, or to [`eqquant.analysis.plan_bits`][].
-
-    !!! Example
-
-        ```python
-        checkpoint = eqq.io.open("model.safetensors")
-        print(eqq.plan_tree(eqq.io.skeleton(checkpoint), {"*embed*": "int8", "*": "nf4"}))
-        ```
-
-    **Arguments:**
-
-    - `checkpoint`: a result of [`eqquant.io.open`][].
-
-    **Returns:**
-
-    Nested dictionaries. The path of each leaf is its name in the checkpoint. Arrays that cannot be read are left out.
+    Quantized arrays appear as the float arrays that they stand for. The path of each leaf is its name in the
+    checkpoint. Arrays that cannot be read are left out.
     """
     return _nest(
         {row.name: jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype)) for row in checkpoint.rows if not row.problem}

@@ -48,7 +48,7 @@ class Entry:
     - `gradient_of`: the dtype of that field of a quantized array, if it is not `None`.
     - `within`: the wrappers around it, such as an `eqquant.arrays.FakeQuantizedArray`: their fields that are no
         leaves, as text. `None` if no array is around it, or if that is not known.
-    - `order`: of an `eqquant.arrays.PermutedArray` its axis, and the shape of its order.
+    - `order`: of a `PermutedArray` its axis, and the shape of its order.
     """
 
     kind: LeafKind
@@ -235,6 +235,6 @@ def named_parts(q: PyTree) -> dict[str, PyTree]:
 
     Nested ones are `scale_bits.codes` and so on.
 
-    An `eqquant.arrays.PermutedArray` has `order`, and these names after `array.`.
+    A `PermutedArray` has `order`, and these names after `array.`.
     """
     return {jtu.keystr(keys, simple=True, separator="."): leaf for keys, leaf in jtu.tree_flatten_with_path(q)[0]}

@@ -1,5 +1,7 @@
 """`eqq.io.load_into`: loads a checkpoint into a model that names its leaves differently."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import os
@@ -190,13 +192,27 @@ def plan_load(
 ) -> LoadPlan:
     """Plans [`eqquant.io.load_into`][] without reading an array.
 
+    !!! Example
+
+        ```python
+        print(eqq.io.plan_load(skeleton, "llama-awq", names))
+        ```
+
     **Arguments:**
 
     - `model`, `checkpoint`, `names`, `dequantize`, `keep`: as for [`eqquant.io.load_into`][].
 
     **Returns:**
 
-    An [`eqquant.io.LoadPlan`][], which prints as a table, with everything that does not fit.
+    A report, which prints as a table. It has
+
+    - `rows`: for each leaf, in the order of the model, its `path`, `shape`, `dtype`, `format` (`None` for floats), the
+        `sources` (names of arrays), `how` these change, and the `problem`, or `None`.
+    - `problems`: why the checkpoint cannot be loaded; empty if it can.
+    - `unused`: arrays that no rule names, which is a problem; `left_out`: arrays that a rule leaves out, with `None`.
+    - `kept`: leaves that keep the values of the model.
+    - `idle`: rules that match no array. Ready names have rules for arrays of some models only, so it is no problem.
+    - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON.
     """
     return _Plan(model, checkpoint, names, dequantize, keep).report()
 

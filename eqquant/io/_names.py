@@ -62,6 +62,12 @@ def gemma(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
     They have norms after attention and MLP too: `attention_post_norm` and `mlp_post_norm`. (The first Gemma has the
     names of `llama`.) Norms multiply by one plus the weight.
 
+    !!! Example
+
+        ```python
+        model = eqq.io.load_into(skeleton, "gemma", eqq.io.names.gemma())
+        ```
+
     **Arguments:**
 
     - `overrides`: rules that come first.
@@ -79,6 +85,12 @@ def phi3(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable:
 
     Their files hold `q`, `k` and `v` as one array, and `gate` and `up` too, which
     are divided here.
+
+    !!! Example
+
+        ```python
+        model = eqq.io.load_into(skeleton, "phi3", eqq.io.names.phi3())
+        ```
 
     **Arguments:**
 
@@ -98,6 +110,12 @@ def mixtral(overrides: Overrides = None, *, prefix: str = "model.") -> NameTable
     Its experts, one array each, become one: `layers.{n}.experts.up.weight`, with the
     experts along the first axis. The router is `layers.{n}.router.weight`.
 
+    !!! Example
+
+        ```python
+        model = eqq.io.load_into(skeleton, "mixtral", eqq.io.names.mixtral())
+        ```
+
     **Arguments:**
 
     - `overrides`: rules that come first.
@@ -115,6 +133,12 @@ def qwen_moe(overrides: Overrides = None, *, prefix: str = "model.") -> NameTabl
 
     The expert that every token of Qwen2 has is `layers.{n}.shared`, its share `layers.{n}.shared_gate`.
 
+    !!! Example
+
+        ```python
+        model = eqq.io.load_into(skeleton, "qwen_moe", eqq.io.names.qwen_moe())
+        ```
+
     **Arguments:**
 
     - `overrides`: rules that come first.
@@ -131,6 +155,12 @@ def gpt2(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
     """Returns the names of GPT-2.
 
     Its weights are stored as `(in, out)`, and `q`, `k` and `v` as one.
+
+    !!! Example
+
+        ```python
+        model = eqq.io.load_into(skeleton, "gpt2", eqq.io.names.gpt2())
+        ```
 
     **Arguments:**
 
@@ -151,6 +181,12 @@ def bert(overrides: Overrides = None, *, prefix: str = "") -> NameTable:
 
     The embeddings are `embeddings.{word,position,token_type}.weight` and `embeddings.norm.{p}`.
 
+    !!! Example
+
+        ```python
+        model = eqq.io.load_into(skeleton, "bert", eqq.io.names.bert())
+        ```
+
     **Arguments:**
 
     - `overrides`: rules that come first.
@@ -167,6 +203,12 @@ def vit(overrides: Overrides = None, *, prefix: str = "vit.") -> NameTable:
     """Returns the names of Vision Transformers.
 
     The embeddings are `cls`, `position` and `patch.{weight,bias}`.
+
+    !!! Example
+
+        ```python
+        model = eqq.io.load_into(skeleton, "vit", eqq.io.names.vit())
+        ```
 
     **Arguments:**
 
@@ -190,6 +232,13 @@ def gguf(checkpoint: Checkpoint, overrides: Overrides = None) -> NameTable:
 
     llama.cpp stores the rows of `q` and `k` of Llama and Mistral so that the two halves of each head alternate; here
     they are put back, packed. llama.cpp adds one to the norms of Gemma, which is subtracted.
+
+    !!! Example
+
+        ```python
+        checkpoint = eqq.io.open("model.gguf")
+        model = eqq.io.load_into(skeleton, checkpoint, eqq.io.names.gguf(checkpoint))
+        ```
 
     **Arguments:**
 
@@ -229,6 +278,12 @@ def rotary_halves(heads: int) -> Callable[[PyTree], PyTree]:
 
     llama.cpp rotates neighbours, row `2 i` with `2 i + 1`; Hugging Face rotates the halves of a head, row `i` with
     `i + size / 2`.
+
+    !!! Example
+
+        ```python
+        rule = eqq.io.Target("layers.{n}.attention.q.weight", apply=eqq.io.names.rotary_halves(heads=32))
+        ```
 
     **Arguments:**
 
@@ -270,6 +325,12 @@ def detect(checkpoint: object, overrides: Overrides = None) -> NameRules:
 
     That is `model_type` in `config.json`, or the architecture of a GGUF file. Arrays of our own files, and of
     dictionaries, keep their names; unless a file was converted, and has the names of the family of its `config.json`.
+
+    !!! Example
+
+        ```python
+        model = eqq.io.load_into(skeleton, checkpoint, eqq.io.names.detect(checkpoint))
+        ```
 
     **Arguments:**
 

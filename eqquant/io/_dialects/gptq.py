@@ -8,7 +8,7 @@ AutoRound writes both.
                 they are
     P.scales    (groups, out)
     P.g_idx     int32 (in,): the group of each input; with act-order they are not in order, and the weight becomes an
-                `eqquant.arrays.PermutedArray`
+                `PermutedArray`
 
 `P.weight` is (out, in), as the layer's weight would be: value = (code - zero) * scale. Only `config.json` says how zero
 points are stored:

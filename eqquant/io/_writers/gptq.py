@@ -3,7 +3,7 @@
 The layout of `_dialects/gptq.py`.
 
 Codes are packed along the inputs, zero points along the outputs, which must both fill words of 32 bits. A symmetric
-weight has the middle code as its zero point. The groups of an `eqquant.arrays.PermutedArray` are written as act-order.
+weight has the middle code as its zero point. The groups of a `PermutedArray` are written as act-order.
 """
 
 from collections.abc import Mapping, Sequence

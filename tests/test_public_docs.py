@@ -1,0 +1,167 @@
+"""The documentation of each public name: an example, shapes of arrays, types of signatures; and no name of before."""
+
+import ast
+import inspect
+import operator
+import pydoc
+import re
+import textwrap
+
+import pytest
+
+import eqquant as eqq
+
+from .test_architecture import class_names, definition_of, MODULES, PUBLIC, ROOT, tree_of
+
+
+PUBLIC_NODES = {name: definition_of(*name.rpartition(".")[::2])[1] for name in PUBLIC}
+PUBLIC_NODES = {name: node for name, node in PUBLIC_NODES.items() if node is not None}  # the others are types
+# Annotations that stand for arrays, and words by which a text says something of their shapes and dtypes.
+ARRAY = re.compile(r"\b(Array|ArrayLike|Bool|Float|Float32|Int|Int32|ndarray|Num|Shaped|UInt|UInt8|UInt32)\b")
+SHAPE = re.compile(r"shape|dtype|ax[ie]s|dimension|scalar|float32|float64|u?int\d|bool|number|rows|floating|`\(|\(\*")
+
+
+def constructor(node):
+    return next((f for f in getattr(node, "body", []) if getattr(f, "name", "") == "__init__"), None)
+
+
+def docstring(node):
+    """The docstring of a function; of a class, with that of its constructor."""
+    return "\n\n".join(ast.get_docstring(part) or "" for part in (node, constructor(node)) if part is not None)
+
+
+def has_example(name):
+    return "```python" in docstring(PUBLIC_NODES[name])
+
+
+def annotations(node):
+    """The annotated arguments of a function or constructor, or else the annotated fields of a class, as text."""
+    function = node if isinstance(node, ast.FunctionDef) else constructor(node)
+    if function is None:
+        return {ast.unparse(f.target): ast.unparse(f.annotation) for f in node.body if isinstance(f, ast.AnnAssign)}
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return {a.arg: ast.unparse(a.annotation) for a in arguments if a.annotation is not None}
+
+
+@pytest.mark.parametrize("name", PUBLIC_NODES)
+def test_an_example(name):
+    """Each public name has one, or links to a name that has one, or to a page."""
+    doc = docstring(PUBLIC_NODES[name])
+    linked = [link for link in re.findall(r"\[`eqquant\.([\w.]+)`\]\[\]", doc) if link in PUBLIC_NODES]
+    assert has_example(name) or any(map(has_example, linked)) or re.search(r"\]\([^)]*\.md", doc)
+
+
+def text_of_bullet(doc, name):
+    bullets = re.split(r"\n(?=- |\*\*|\n)", doc)
+    return "".join(bullet for bullet in bullets if bullet.startswith("- ") and f"`{name}`" in bullet.split(":")[0])
+
+
+# Fields of a calibrator that hold its state: `__post_init__` makes them.
+STATE = {("extend.AbstractCalibrator", "finite"), ("extend.AbstractCalibrator", "batches")}
+
+
+@pytest.mark.parametrize("name", PUBLIC_NODES)
+def test_arrays_have_shapes(name):
+    """Whatever is an array, argument, field or result, has words about its shape or dtype."""
+    node = PUBLIC_NODES[name]
+    doc = docstring(node)
+    for argument, annotation in annotations(node).items():
+        is_array = ARRAY.search(annotation) and not re.search("Callable|ClassVar", annotation)
+        if is_array and (name, argument) not in STATE:
+            assert SHAPE.search(text_of_bullet(doc, argument)), f"`{argument}` needs words about its shape"
+    if isinstance(node, ast.FunctionDef) and node.returns is not None and ARRAY.search(ast.unparse(node.returns)):
+        assert SHAPE.search(doc.partition("**Returns:**")[2].partition("**Raises")[0])
+
+
+@pytest.mark.parametrize("field", ["axis", "block_size", "codes", "format", "lengths", "scale", "zero_point"])
+def test_fields_of_a_quantized_array_have_text(field):
+    """As the reference shows it: a string under the field, or the docstring of the property."""
+    [cls] = [n for n in tree_of(ROOT / "eqquant" / "_array" / "codes.py") if getattr(n, "name", "") == "AbstractCodes"]
+    texts = {getattr(f, "name", ""): ast.get_docstring(f) for f in cls.body if isinstance(f, ast.FunctionDef)}
+    for before, after in zip(cls.body, cls.body[1:], strict=False):
+        if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            texts[ast.unparse(before.target)] = after.value.value
+    assert texts[field] and len(texts[field].split()) > 8
+
+
+# Types
+
+
+def aliases():
+    """The aliases of types in the package: assignments of names in capitals at the top of a module."""
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            for part in [*node.body, *node.orelse] if isinstance(node, ast.If) else [node]:
+                targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
+                yield from (t.id for t in targets if isinstance(t, ast.Name) and re.match(r"[A-Z]\w*[a-z]", t.id))
+
+
+def test_types_in_signatures_are_explained():
+    page = (ROOT / "docs" / "reference" / "types.md").read_text()
+    explained = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^- (.*?):", page, flags=re.MULTILINE))))
+    used = set()
+    for node in PUBLIC_NODES.values():
+        if isinstance(node, ast.FunctionDef) or constructor(node) is not None:
+            used |= set(re.findall(r"[A-Za-z_]\w+", " ".join(annotations(node).values())))
+    assert used & set(aliases()) - {"Scalar"} <= explained  # that is jaxtyping's
+
+
+@pytest.mark.parametrize("name", PUBLIC_NODES)
+def test_no_argument_is_anything(name):
+    found = annotations(PUBLIC_NODES[name])
+    assert not [a for a, x in found.items() if re.search(r"\bAny\b", x) and "ClassVar" not in x]
+
+
+@pytest.mark.parametrize("name", ["quantize_tree", "plan_tree", "quantize", "io.convert", "io.load_into"])
+def test_help_fits_a_screen(name):
+    """What `help` shows before the arguments: the signature, one paragraph or two, an example."""
+    shown = pydoc.plain(pydoc.render_doc(operator.attrgetter(name)(eqq))).partition("**Arguments:**")[0]
+    assert sum(len(textwrap.wrap(line, 100)) or 1 for line in shown.splitlines()) <= 60
+    if name == "quantize_tree":
+        assert sum(len(textwrap.wrap(line, 80)) or 1 for line in shown.splitlines()) <= 40
+        assert len(str(inspect.signature(eqq.quantize_tree))) < 500
+
+
+# Names of before
+
+
+def renamed():
+    """The rows of the table of renamed names: `(names before, text now)`."""
+    table = (ROOT / "CHANGELOG.md").read_text().partition("### Renamed before this release")[2]
+    for before, now in re.findall(r"^\| (`.*) \| (.*) \|$", table, flags=re.MULTILINE):
+        yield [name for name in re.findall(r"`([^`]*)`", before) if re.fullmatch(r"[\w.]+", name)], now
+
+
+def resolves(name):
+    try:
+        operator.attrgetter(name)(eqq)
+    except AttributeError:
+        return False
+    return True
+
+
+FOLDERS = ("benchmarks", "docs", "eqquant", "eqquant_cli", "examples", "native", "tests", "tools")
+
+
+def texts():
+    suffixes = {".cc", ".h", ".ipynb", ".md", ".py", ".txt", ".yml"}
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+    return {path: path.read_text() for path in (*paths, ROOT / "README.md", ROOT / "CONTRIBUTING.md")}
+
+
+def test_no_name_of_before_is_left():
+    rows = list(renamed())
+    old = {name for names, _ in rows for name in names}
+    assert {"Use", "SimulatedArray", "select", "io.To", "FloatMastersState", "analysis.run_benchmark"} <= old
+    assert not [name for name in old if resolves(name)]
+    use = re.compile(rf"\b(?:eqq|eqquant)\.(?:{'|'.join(map(re.escape, sorted(old)))})\b(?!\.py)|(?<![\w-])--to\b")
+    found = {path.relative_to(ROOT): use.findall(text) for path, text in texts().items() if path.name != __file__}
+    assert {path: names for path, names in found.items() if names and path.name != "test_public_docs.py"} == {}
+
+
+def test_renamed_classes_have_their_new_names_alone():
+    classes = {name for name, _ in class_names()}
+    moved = re.compile(r"private|\.\.\.|arrays\.Activation")
+    before = {name for names, now in renamed() for name in names if "." not in name and not moved.search(now)}
+    assert {"Use", "Residual", "SimulatedArray", "Encoded"} <= before
+    assert before & classes == set()

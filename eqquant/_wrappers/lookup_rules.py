@@ -14,11 +14,11 @@ from .._array.array import QuantizedArray
 from .._array.dense import allow_dense
 from .._array.value import AbstractArrayValue
 from .._matmul.quax_rules import bind_dense
-from .moves import along_axes, Axes, CannotMove, change_axes, move, Moved
+from .moves import Axes, CannotMove, change_axes, move, move_along, MoveResult
 
 
 @quax.register(lax.gather_p)
-def _gather(w: AbstractArrayValue, indices: ArrayLike, **params: Any) -> Moved:
+def _gather(w: AbstractArrayValue, indices: ArrayLike, **params: Any) -> MoveResult:
     try:
         fill = params.get("fill_value")
         if fill is not None and not np.isnan(fill):
@@ -65,7 +65,7 @@ def _lookup_along_axis(shape: tuple[int, ...], indices: Array, params: dict[str,
     return _Lookup(axis, entries.reshape(math.prod(batch)), batch, places, axis not in collapsed)
 
 
-def _looked_up(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, Any]) -> Moved:
+def _looked_up(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, Any]) -> MoveResult:
     axis, entries, batch, places, kept = lookup
 
     def leaf(axes: Axes, x: Array) -> Array:
@@ -78,7 +78,7 @@ def _looked_up(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, Any]) -
         # The fill mode gives entries out of bounds scales whose bits are all ones: NaN, as for a float operand.
         return lax.gather(x, entries[:, None], numbers, sizes, mode=params["mode"])
 
-    taken = move(w, along_axes(w.ndim, frozenset({axis}), leaf))
+    taken = move(w, move_along(w.ndim, frozenset({axis}), leaf))
     rest = [length for n, length in enumerate(taken.shape) if n != axis]
     if sum(length != 1 for length in rest) > 1 and axis == 0 and places in ((), (0,)):
         # Matrices of a stack.

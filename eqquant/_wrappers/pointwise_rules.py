@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike
 
 from .._array.contraction import AbstractOperand, Options
 from .._array.value import AbstractArrayValue
-from .._matmul.quax_rules import bind_dense, contract_in
+from .._matmul.quax_rules import bind_dense, contract_with_dtype
 from .low_precision import LowPrecisionArray
 from .moves import CannotMove, change_axes, move
 
@@ -47,7 +47,7 @@ def _pointwise(x: Array, w: AbstractArrayValue, params: dict[str, Any]) -> Array
     out_axes = _named(out_spec, ["batch", "out", *places])
     w_axes = ["out" if axis == w_spec[0] else "in" for axis in kept]
     options = Options(params["precision"])
-    return contract_in(params["preferred_element_type"], x, matrix, x_axes, w_axes, out_axes, options)
+    return contract_with_dtype(params["preferred_element_type"], x, matrix, x_axes, w_axes, out_axes, options)
 
 
 def _named(spec: tuple[int, ...], names: list[str | int]) -> list[str | int]:

@@ -15,10 +15,10 @@ from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.contraction import Options
 from .._array.value import AbstractArrayValue
-from .._matmul.quax_rules import bind_dense, contract_in
+from .._matmul.quax_rules import bind_dense, contract_with_dtype
 from .._matmul.selected import SelectedArray
 from .._numerics.axes import as_axes
-from .moves import along_axes, Axes, CannotMove, move
+from .moves import Axes, CannotMove, move, move_along
 
 
 # More rows than this gain nothing from sharing a decoded expert.
@@ -81,7 +81,7 @@ def ragged_product(
     rows = jnp.take(x, tiles.rows.reshape(-1), ragged, mode="fill", fill_value=0)
     rows = rows.reshape(*x.shape[:ragged], *tiles.rows.shape, *x.shape[ragged + 1 :])
     dtype, options = params["preferred_element_type"], Options(params["precision"])
-    y = contract_in(dtype, rows, selected, x_axes, [w_axes[n] for n in order], out_axes, options)
+    y = contract_with_dtype(dtype, rows, selected, x_axes, [w_axes[n] for n in order], out_axes, options)
     if y is None:
         return None
     at = out_axes.index("tile")
@@ -100,12 +100,12 @@ def select_entries(w: AbstractArrayValue, index: Integer[Array, " count"]) -> Ab
     def leaf(axes: Axes, x: Array) -> Array:
         return x[index] if axes and axes[0] == 0 else x
 
-    def codes(q: QuantizedArray) -> SelectedArray:
+    def select_codes(q: QuantizedArray) -> SelectedArray:
         if 0 in {axis % q.ndim for axis in as_axes(q.axis)}:
             raise CannotMove
         return SelectedArray(q.with_sharding(None), index, q.ndim)
 
-    return move(w, along_axes(w.ndim, frozenset({0}), leaf)._replace(codes=codes))
+    return move(w, move_along(w.ndim, frozenset({0}), leaf)._replace(move_codes=select_codes))
 
 
 class _Tiles(NamedTuple):

@@ -20,10 +20,7 @@ from .value import AbstractArrayValue
 
 
 class AbstractCodes(AbstractArrayValue):
-    """An array of codes in blocks along its quantized axis, which is last in memory.
-
-    `QuantizedArray` is the only one.
-    """
+    """The fields of `QuantizedArray`, its only subclass. The quantized axis is last in memory."""
 
     codes: UInt8[Array, "*batch bytes"]
     scale_bits: "UInt[Array, '*batch blocks'] | AbstractCodes"
@@ -36,15 +33,12 @@ class AbstractCodes(AbstractArrayValue):
     logical_sharding: NamedSharding | PartitionSpec | None = eqx.field(static=True, default=None)
     # As `scale_bits`, for a format with offsets.
     offset_bits: "UInt[Array, '*batch blocks'] | AbstractCodes | None" = None
-    # Only in training: floats in memory order. Values come from the codes; gradients go to these floats.
+    # Only in training: floats in memory order that receive the gradients. Their values are never read.
     gradient_of: Float[Array, "*batch length"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape, derived from the stored arrays.
-
-        So it is right under every transformation.
-        """
+        """The logical shape, derived from the stored arrays, so that transformations keep it right."""
         self._check_leaves()
         if self.ndim < -min(as_axes(self.axis)):
             raise ValueError(
@@ -92,10 +86,7 @@ class AbstractCodes(AbstractArrayValue):
         return None if self.offset_bits is None else self._floats(self.offset_bits)
 
     def _check_leaves(self) -> None:
-        """Raises if a leaf is no longer an unsigned integer.
-
-        Dtypes are static, so this costs nothing in `jit`.
-        """
+        """Raises if a leaf is no longer an unsigned integer. Costs nothing under `jit`."""
         if self.codes is None:
             raise ValueError(
                 "A quantized array must hold its codes. Got one without: a filter for floats, such as "
@@ -142,5 +133,5 @@ def row_length(q: AbstractCodes) -> int:
 
 
 def is_in_order(q: AbstractCodes) -> bool:
-    """Returns whether memory order is logical order: the quantized axes are the last ones."""
+    """Returns whether memory order is logical order: the quantized axes come last."""
     return as_axes(q.axis) == tuple(range(-len(q.lengths), 0))

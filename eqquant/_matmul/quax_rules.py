@@ -1,4 +1,4 @@
-"""The Quax rule of `jax.lax.dot_general`: inside `eqq.quaxify(f)` it is the quantized matmul.
+"""The Quax rule of `jax.lax.dot_general`: under `eqq.quaxify` the quantized matmul.
 
 Rules of other primitives are in `_wrappers`, since they handle wrappers too.
 """
@@ -60,7 +60,7 @@ def contract_with_dtype(
     out_axes: Axes,
     options: Options,
 ) -> Array | None:
-    """Returns `contract(...)` in a dtype; `None` promotes the dtypes of the operands, as JAX does."""
+    """Returns `contract(...)` in a dtype; `None` promotes dtypes, as JAX does."""
     with jax.numpy_dtype_promotion("standard"):  # primitives take operands of two dtypes
         promoted = jnp.promote_types(x.dtype, w.dtype)
         dtype = promoted if dtype is None else dtype

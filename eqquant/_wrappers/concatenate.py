@@ -1,4 +1,4 @@
-"""Concatenates, stacks, splits and gathers arrays, and keeps quantized ones packed bit for bit."""
+"""Concatenates, stacks, splits and gathers arrays, and keeps quantized ones packed."""
 
 import dataclasses
 import itertools
@@ -94,7 +94,7 @@ def _batch_axis(q: QuantizedArray, axis: int) -> int | None:
 
 
 def _with_row_scales(q: QuantizedArray) -> QuantizedArray:
-    """Returns the array with per-channel scales: rows that are concatenated have no common scale."""
+    """Turns a per-tensor scale into per-channel scales, which can be concatenated."""
     if q.format.block_size != "tensor":
         return q
     return dataclasses.replace(q, format=dataclasses.replace(q.format, block_size=None))
@@ -147,7 +147,7 @@ def _concatenate_rows(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
 
 
 def _slice_rows(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
-    """Slices every row between two values, neither of which may lie inside a block or a segment."""
+    """Slices every row. Neither end may lie inside a block or a segment."""
     block = q.format.block_size
     if len(q.lengths) > 1:
         raise ValueError(f"the axes {q.axis} are quantized as one")

@@ -19,7 +19,7 @@ from .._array.array import QuantizedArray
 from .._array.value import AbstractArrayValue
 from .._matmul.selected import SelectedArray
 from .._numerics.axes import as_axes, as_axis
-from .base import AbstractArrayAround, AbstractWrappedArray
+from .base import AbstractMatmulOverride, AbstractWrapper
 from .lora import LoraArray
 from .low_precision import LowPrecisionArray
 from .mapped import AbstractMappedArray
@@ -51,7 +51,7 @@ class CannotMove(Exception):
 
 
 @ft.singledispatch
-def move(x: MoveResult, how: Move, *others: MoveResult) -> MoveResult:
+def move(x: MoveResult, spec: Move, *others: MoveResult) -> MoveResult:
     """Moves an array, or concatenates several of the same structure if the move does that.
 
     **Raises:**
@@ -60,60 +60,60 @@ def move(x: MoveResult, how: Move, *others: MoveResult) -> MoveResult:
     """
     if isinstance(x, AbstractArrayValue):
         raise CannotMove
-    return how.leaf(tuple(range(jnp.ndim(x))), x, *others)
+    return spec.leaf(tuple(range(jnp.ndim(x))), x, *others)
 
 
 @move.register
-def _(x: QuantizedArray, how: Move, *others: QuantizedArray) -> AbstractArrayValue:
-    if how.move_codes is not None:
-        return how.move_codes(x, *others)
+def _(x: QuantizedArray, spec: Move, *others: QuantizedArray) -> AbstractArrayValue:
+    if spec.move_codes is not None:
+        return spec.move_codes(x, *others)
     quantized = [axis % x.ndim for axis in as_axes(x.axis)]
-    kept = [n for n, axis in enumerate(quantized) if axis in how.source_axes]
-    if not kept or not how.changed_axes.isdisjoint(quantized):
+    kept = [n for n, axis in enumerate(quantized) if axis in spec.source_axes]
+    if not kept or not spec.changed_axes.isdisjoint(quantized):
         raise CannotMove
     axes = (*(axis for axis in range(x.ndim) if axis not in quantized), None)
-    out = jtu.tree_map(ft.partial(how.leaf, axes), x, *others)
+    out = jtu.tree_map(ft.partial(spec.leaf, axes), x, *others)
     return dataclasses.replace(
         out,
-        axis=as_axis(tuple(how.source_axes.index(quantized[n]) - len(how.source_axes) for n in kept)),
+        axis=as_axis(tuple(spec.source_axes.index(quantized[n]) - len(spec.source_axes) for n in kept)),
         lengths=tuple(x.lengths[n] for n in kept),
         logical_sharding=None,
     )
 
 
 @move.register
-def _(x: FakeQuantizedArray, how: Move, *others: FakeQuantizedArray) -> MoveResult:
-    return move(x.quantized(), how, *(other.quantized() for other in others))
+def _(x: FakeQuantizedArray, spec: Move, *others: FakeQuantizedArray) -> MoveResult:
+    return move(x.quantized(), spec, *(other.quantized() for other in others))
 
 
 @move.register
-def _(x: SelectedArray, how: Move, *others: SelectedArray) -> MoveResult:
-    return move(x.taken(), how, *(other.taken() for other in others))
+def _(x: SelectedArray, spec: Move, *others: SelectedArray) -> MoveResult:
+    return move(x.gather(), spec, *(other.gather() for other in others))
 
 
 @move.register
-def _(x: AbstractWrappedArray, how: Move, *others: AbstractWrappedArray) -> MoveResult:
+def _(x: AbstractMatmulOverride, spec: Move, *others: AbstractMatmulOverride) -> MoveResult:
     # Leaves besides the weight are scalars, or one for each array of a stack.
-    return _move_wrapper(x, how, others, lambda leaf: tuple(range(leaf.ndim)))
+    return _move_wrapper(x, spec, others, lambda leaf: tuple(range(leaf.ndim)))
 
 
 @move.register
-def _(x: LowPrecisionArray, how: Move, *others: LowPrecisionArray) -> MoveResult:
+def _(x: LowPrecisionArray, spec: Move, *others: LowPrecisionArray) -> MoveResult:
     # `amax` holds three values for each array of a stack.
-    return _move_wrapper(x, how, others, lambda leaf: (*range(leaf.ndim - 1), None))
+    return _move_wrapper(x, spec, others, lambda leaf: (*range(leaf.ndim - 1), None))
 
 
 @move.register
-def _(x: MultipliedArray, how: Move, *others: MultipliedArray) -> MoveResult:
-    return _move_wrapper(x, how, others, lambda leaf: (), stacks=False)
+def _(x: MultipliedArray, spec: Move, *others: MultipliedArray) -> MoveResult:
+    return _move_wrapper(x, spec, others, lambda leaf: (), stacks=False)
 
 
 @move.register
-def _(x: AbstractMappedArray, how: Move, *others: AbstractMappedArray) -> MoveResult:
+def _(x: AbstractMappedArray, spec: Move, *others: AbstractMappedArray) -> MoveResult:
     stack = max(x.ndim - 2, 0)
-    if x.axis % x.ndim in how.changed_axes:
+    if x.axis % x.ndim in spec.changed_axes:
         raise CannotMove
-    _check_matrices(x.ndim, how)
+    _check_matrices(x.ndim, spec)
 
     def axes_of(leaf: Array) -> Axes:
         if 1 < leaf.ndim <= stack:
@@ -121,29 +121,29 @@ def _(x: AbstractMappedArray, how: Move, *others: AbstractMappedArray) -> MoveRe
         shared = stack == 0 or leaf.ndim <= stack
         return () if shared else (*range(stack), *[None] * (leaf.ndim - stack))
 
-    return _move_wrapper(x, how, others, axes_of)
+    return _move_wrapper(x, spec, others, axes_of)
 
 
 @move.register
-def _(x: LoraArray, how: Move, *others: LoraArray) -> LoraArray:
+def _(x: LoraArray, spec: Move, *others: LoraArray) -> LoraArray:
     stack, loras = x.ndim - 1 - x.in_ndim, (x, *others)
     if any(lora.rank != x.rank for lora in others):
         raise CannotMove
     inputs = tuple(range(stack + 1, x.ndim))
-    kept = [axis for axis in inputs if axis in how.source_axes]
+    kept = [axis for axis in inputs if axis in spec.source_axes]
     if not kept:
         raise CannotMove
-    _check_last(how, (stack, *kept))
+    _check_last(spec, (stack, *kept))
 
     def move_factor(axes: Axes, *factors: Array) -> Array:
-        kept = how.changed_axes.isdisjoint(axes) and how.source_axes == tuple(range(x.ndim))
-        if kept and not _are_one(factors):
+        unchanged = spec.changed_axes.isdisjoint(axes) and spec.source_axes == tuple(range(x.ndim))
+        if unchanged and not _are_one(factors):
             raise CannotMove  # the other factor differs
-        return factors[0] if kept else how.leaf(axes, *factors)
+        return factors[0] if unchanged else spec.leaf(axes, *factors)
 
     return dataclasses.replace(
         x,
-        base=move(x.base, how, *(other.base for other in others)),
+        base=move(x.base, spec, *(other.base for other in others)),
         a=move_factor((*range(stack), None, *inputs), *(lora.a for lora in loras)),
         b=move_factor((*range(stack + 1), None), *(lora.b for lora in loras)),
         in_ndim=len(kept),
@@ -151,14 +151,14 @@ def _(x: LoraArray, how: Move, *others: LoraArray) -> LoraArray:
 
 
 def _move_wrapper(
-    x: AbstractArrayAround,
-    how: Move,
-    others: tuple[AbstractArrayAround, ...],
+    x: AbstractWrapper,
+    spec: Move,
+    others: tuple[AbstractWrapper, ...],
     axes_of: Callable[[Array], Axes],
     *,
     stacks: bool = True,
-) -> AbstractArrayAround:
-    """Moves the array inside a wrapper, and the wrapper's own leaves along the axes that they have.
+) -> AbstractWrapper:
+    """Moves the wrapped array, and the other leaves along the axes that they have.
 
     Where wrappers are concatenated along an axis of a stack and their leaves differ, the leaves get that axis, if
     `stacks` allows it.
@@ -170,27 +170,27 @@ def _move_wrapper(
         if rest:
             return concatenate_leaves(leaf, *rest)
         axes = axes_of(leaf)
-        if not axes or (how.changed_axes.isdisjoint(axes) and how.source_axes == tuple(range(x.ndim))):
+        if not axes or (spec.changed_axes.isdisjoint(axes) and spec.source_axes == tuple(range(x.ndim))):
             return leaf
-        _check_matrices(x.ndim, how)
-        first = next(n for n, axis in enumerate(how.source_axes) if axis is not None)
-        if sum(axis is not None for axis in axes) < x.ndim - 2 and None in how.source_axes[first:]:
+        _check_matrices(x.ndim, spec)
+        first = next(n for n, axis in enumerate(spec.source_axes) if axis is not None)
+        if sum(axis is not None for axis in axes) < x.ndim - 2 and None in spec.source_axes[first:]:
             raise CannotMove  # a new axis between two axes of the stack
-        return how.leaf(axes, leaf)
+        return spec.leaf(axes, leaf)
 
     def concatenate_leaves(*leaves: Array) -> Array:
-        if not all(how.changed_axes <= set(axes_of(leaf)) for leaf in leaves):
+        if not all(spec.changed_axes <= set(axes_of(leaf)) for leaf in leaves):
             if _are_one(leaves):
                 return leaves[0]
-            if not stacks or not how.changed_axes <= set(range(x.ndim - 2)):
+            if not stacks or not spec.changed_axes <= set(range(x.ndim - 2)):
                 raise CannotMove  # one leaf cannot stand for all
             arrays = (x, *others)
             leaves = tuple(
                 _broadcast_to_stack(leaf, axes_of(leaf), w.shape) for leaf, w in zip(leaves, arrays, strict=True)
             )
-        return how.leaf(axes_of(leaves[0]), *leaves)
+        return spec.leaf(axes_of(leaves[0]), *leaves)
 
-    array = move(x.array, how, *(other.array for other in others))
+    array = move(x.array, spec, *(other.array for other in others))
     rest = jtu.tree_map(move_leaf, empty(x), *map(empty, others))
     return eqx.tree_at(inner, rest, array, is_leaf=lambda part: part is None)
 
@@ -207,13 +207,13 @@ def _broadcast_to_stack(leaf: Array, axes: Axes, shape: tuple[int, ...]) -> Arra
     return jax.lax.broadcast_in_dim(leaf, (*shape[:stack], *own), places)
 
 
-def _check_matrices(ndim: int, how: Move) -> None:
-    _check_last(how, (ndim - 2, ndim - 1))
+def _check_matrices(ndim: int, spec: Move) -> None:
+    _check_last(spec, (ndim - 2, ndim - 1))
 
 
-def _check_last(how: Move, last: tuple[int, ...]) -> None:
+def _check_last(spec: Move, last: tuple[int, ...]) -> None:
     """Raises unless these axes stay last."""
-    if how.source_axes[-len(last) :] != last or min(last) < 0:
+    if spec.source_axes[-len(last) :] != last or min(last) < 0:
         raise CannotMove
 
 

@@ -1,4 +1,4 @@
-"""Quax rules of reshapes, slices and concatenations, which keep arrays packed where that is exact.
+"""Quax rules of reshapes, slices and concatenations, which keep arrays packed.
 
 Without a rule, or where a class of arrays refuses a move, operands are dequantized.
 """
@@ -127,7 +127,7 @@ def _concatenate_arrays(operands: Sequence[Value], dimension: int) -> MoveResult
 
 
 def _call_or_refuse(f: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Calls `concatenate` or `split`; turns their `ValueError`, for a cut inside a block, into `CannotMove`."""
+    """Calls `concatenate` or `split`, and raises `CannotMove` where a block would be cut."""
     try:
         return f(*args, **kwargs)
     except ValueError as e:

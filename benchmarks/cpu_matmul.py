@@ -223,7 +223,7 @@ def floats(q: eqq.QuantizedArray, x: Any, precision: str | None) -> Any:
 
 @jax.jit
 def integers(q: eqq.QuantizedArray, x: Any) -> Any:
-    return cpu_int8.matmul(x, dispatch.stored_arrays(q), layout_of(q.format, q.shape[-1]))
+    return cpu_int8.matmul(x, dispatch.as_stored_weight(q), layout_of(q.format, q.shape[-1]))
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ def run_kernel(
         target=TargetDevice("cuda", jax.devices()[0].device_kind),
         interpret=options.interpret,
     )
-    return run(x, dispatch.pack_arrays(q))
+    return run(x, dispatch.as_packed_weight(q))
 
 
 def check(options: MeasureOptions) -> bool:
@@ -267,7 +267,7 @@ def tune(shapes: Any, options: MeasureOptions) -> None:
                     console.print(f"[dim]{config}: {str(error).splitlines()[0][:80]}")
             slowdown += seconds / seconds.min()
         device = jax.devices()[0].device_kind
-        row = f'_Row("{device}", {transpose}, ({bits},), 2, {m}, {configs[int(np.argmin(slowdown))]}),'
+        row = f'_ConfigRow("{device}", {transpose}, ({bits},), 2, {m}, {configs[int(np.argmin(slowdown))]}),'
         console.print(row, soft_wrap=True, highlight=False)
 
 

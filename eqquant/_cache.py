@@ -22,13 +22,13 @@ from ._numerics.packing import pack as pack_codes, segment_length
 
 
 MaybeQuantized = QuantizedArray | Array
-_EMPTY_POSITION = np.iinfo(np.int32).max  # behind every token
+_EMPTY_POSITION = np.iinfo(np.int32).max  # after every token
 
 
 class QuantizedCache(eqx.Module):
     """The keys and values of all tokens so far, in a few bits each: a KV cache.
 
-    New tokens leave the codes of old ones as they are.
+    New tokens do not change the codes of old ones.
 
     !!! Example
 
@@ -44,13 +44,13 @@ class QuantizedCache(eqx.Module):
             return cache.mix(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))), cache
         ```
 
-    Scores are the quantized matmul with the keys, and the mix is its transpose with the values, so no dense copy of
-    either is made. `append` writes at a traced position. So the cache is a carry of `scan`, maps under `vmap`, and with
-    donation stays in its memory. Leading axes of the shape are batch axes: each row of the batch has its own length.
+    `scores` is the quantized matmul with the keys, and `mix` its transpose with the values: no dense copy of either is
+    made. `append` writes at a traced position, so the cache can be a carry of `scan`, maps under `vmap`, and with
+    donation is updated in place. Leading axes of the shape are batch axes: each row of the batch has its own length.
 
-    Scales are per token and head, for keys and for values. With `per_channel`, scales of keys belong to one number of
-    one head in a group of tokens, because in many models a few numbers of each key are much larger than the others.
-    Then tokens wait in a float window until their group is full, as in [KIVI](https://arxiv.org/abs/2402.02750).
+    Scales are per token and head. With `per_channel`, scales of keys are per channel of a head, in groups of tokens,
+    because in many models a few channels of the keys are much larger than the others. Then tokens wait in a float
+    window until their group is full, as in [KIVI](https://arxiv.org/abs/2402.02750).
 
     - `keys`, `values`: [`eqquant.QuantizedArray`][]s, or floats, of shape `(*batch, heads, context, size)`.
     - `recent`: the keys and the values of the newest tokens, floats of shape `(*batch, heads, window, size)`; `None`
@@ -77,15 +77,15 @@ class QuantizedCache(eqx.Module):
 
         **Arguments:**
 
-        - `shape`: `(*batch, heads, context, size)`: heads of keys, tokens at most, and numbers of each head.
+        - `shape`: `(*batch, heads, context, size)`: heads of keys, the most tokens, and channels of each head.
         - `keys`: the format of the keys, or its name; `None` for floats.
         - `values`: the format of the values; by default the format of the keys.
-        - `per_channel`: whether scales of keys belong to a channel in a group of tokens, and not to a token. For four
-            bits and fewer. The groups are the blocks of the format.
-        - `window`: how many tokens are quantized together, once they are all there; until then they are floats. A full
-            window empties, so the newest 0 to `window - 1` tokens are floats. `0`, the default, quantizes each token at
-            once. With `per_channel` the default is the fewest that can be packed: 128 for four bits. The context is
-            rounded up to whole windows.
+        - `per_channel`: whether scales of keys are per channel in groups of tokens, instead of per token. For four bits
+            and fewer. The groups are the blocks of the format.
+        - `window`: how many tokens are quantized together. Until the window is full they are floats, so the newest 0 to
+            `window - 1` tokens are floats. `0`, the default, quantizes each token at once. With `per_channel` the
+            default is the fewest tokens that can be packed: 128 for four bits. The context is rounded up to whole
+            windows.
         - `dtype`: the dtype of floats, and of dequantized keys and values.
 
         **Returns:**
@@ -105,10 +105,10 @@ class QuantizedCache(eqx.Module):
             )
         key_format = None if keys is None else as_format(keys, "keys")
         value_format = key_format if values is None else as_format(values, "values")
-        if window is not None and not _is_whole(window):
+        if window is not None and not _is_integer(window):
             raise TypeError(f"`window` must be a whole number. Got {window!r}.")
         if per_channel:
-            least = _fewest_tokens(key_format)
+            least = _min_window(key_format)
             window = least if window is None else window
             if window < 1 or window % least:
                 raise ValueError(f"`window` must be a multiple of {least}, for {key_format} per channel. Got {window}.")
@@ -117,7 +117,7 @@ class QuantizedCache(eqx.Module):
             raise ValueError(f"`window` must not be negative. Got {window}.")
         *batch, heads, context, size = shape
         context = -(-context // window) * window if window else context
-        # An array for each field, because memory that is donated must not be given away twice.
+        # Fields do not share arrays, because no memory may be donated twice.
         zeros = lambda format, axis=-1: _zeros((*batch, heads, context, size), dtype, format, axis)
         new_window = lambda: jnp.zeros((*batch, heads, window, size), dtype)
         return QuantizedCache(
@@ -129,12 +129,12 @@ class QuantizedCache(eqx.Module):
 
     @property
     def context(self) -> int:
-        """How many tokens there is room for."""
+        """How many tokens fit."""
         return self.values.shape[-2]
 
     @property
     def window(self) -> int:
-        """How many tokens are quantized together; 0 if each is alone."""
+        """How many tokens are quantized together; 0 if each is quantized at once."""
         return 0 if self.recent is None else self.recent[0].shape[-2]
 
     @property
@@ -144,16 +144,16 @@ class QuantizedCache(eqx.Module):
 
     @property
     def positions(self) -> Int[Array, "*batch 1 places"]:
-        """The position in the text of each place of `scores`; the largest integer for empty ones.
+        """The position in the text of each place of `scores`; for empty places the largest integer.
 
         The axis of length one is for queries: `cache.positions <= at[..., None]` is the causal mask of tokens at
         positions `at`.
         """
-        packed, length = self._count(self.context), self.length[..., None]
+        packed, length = self._arange(self.context), self.length[..., None]
         if not self.window:
             return jnp.where(packed < length, packed, _EMPTY_POSITION)[..., None, :]
         whole = length // self.window * self.window
-        newest = whole + self._count(self.window)
+        newest = whole + self._arange(self.window)
         places = [
             jnp.where(packed < whole, packed, _EMPTY_POSITION),
             jnp.where(newest < length, newest, _EMPTY_POSITION),
@@ -196,42 +196,46 @@ class QuantizedCache(eqx.Module):
         if not isinstance(length, jax.core.Tracer) and (most := int(jnp.max(length))) > self.context:
             raise ValueError(f"The cache has room for {self.context} tokens. Got {most}.")
         if self.recent is None:
-            at = self.length[..., None] + self._count(new)
-            return QuantizedCache(_put(self.keys, keys, at), _put(self.values, values, at), None, length)
-        # Whole windows: the tokens of the window that is being filled, then the new tokens.
+            at = self.length[..., None] + self._arange(new)
+            return QuantizedCache(
+                _write_tokens(self.keys, keys, at), _write_tokens(self.values, values, at), None, length
+            )
+        # Arrange the tokens of the unfinished window and the new tokens in whole windows.
         window = self.window
         windows = -(-(window - 1 + new) // window)
         before = self.length // window
         within = self.length % window
-        # One token fills at most one window. Old tokens may stay in it: `positions` hides them.
+        # One window is enough. Old tokens may stay in it, which `positions` masks.
         if windows == 1:
-            strip = lambda old, x: _write(old, x.astype(old.dtype), within[..., None])
+            append = lambda old, x: _write_rows(old, x.astype(old.dtype), within[..., None])
         else:
-            strip = lambda old, x: _strip(old, x, within, windows * window)
-        strips = strip(self.recent[0], keys), strip(self.recent[1], values)
-        at = before[..., None] * window + self._count(windows * window)
+            append = lambda old, x: _append_to_window(old, x, within, windows * window)
+        tokens = append(self.recent[0], keys), append(self.recent[1], values)
+        at = before[..., None] * window + self._arange(windows * window)
         # Most steps fill no window. Then they write zeros, which a later step overwrites.
         filled = length // window > before
-        put = lambda old, x: _put(old, x, at, jnp.any(filled), window)
+        write = lambda old, x: _write_tokens(old, x, at, jnp.any(filled), window)
         start = (length // window - before) * window
-        recent = strips if windows == 1 else (_cut(strips[0], start, window), _cut(strips[1], start, window))
-        return QuantizedCache(put(self.keys, strips[0]), put(self.values, strips[1]), recent, length)
+        recent = (
+            tokens
+            if windows == 1
+            else (_slice_tokens(tokens[0], start, window), _slice_tokens(tokens[1], start, window))
+        )
+        return QuantizedCache(write(self.keys, tokens[0]), write(self.values, tokens[1]), recent, length)
 
-    def _count(self, n: int) -> Int[Array, "*ones n"]:
+    def _arange(self, n: int) -> Int[Array, "*ones n"]:
         return jnp.arange(n, dtype=jnp.int32).reshape(*[1] * self.length.ndim, n)
 
     def scores(self, queries: Float[Array, "*batch heads rows size"]) -> Float[Array, "*batch heads rows places"]:
-        """Multiplies queries by the keys of every place, empty ones too.
-
-        `positions` says which token is where.
+        """Multiplies queries by the keys of every place, empty ones too (see `positions`).
 
         **Arguments:**
 
-        - `queries`: for each head of keys, rows: the new tokens; or where several heads share keys, the tokens of each.
+        - `queries`: for each head of keys, a row for each new token; if several heads share keys, rows of them all.
 
         **Returns:**
 
-        The products, without a factor and without a mask.
+        The products, neither scaled nor masked.
 
         **Raises:**
 
@@ -244,11 +248,11 @@ class QuantizedCache(eqx.Module):
         return jnp.concatenate([old, _multiply(queries, self.recent[0].astype(queries.dtype))], axis=-1)
 
     def mix(self, shares: Float[Array, "*batch heads rows places"]) -> Float[Array, "*batch heads rows size"]:
-        """Sums the values of all places by their shares.
+        """Sums the values of all places, weighted by `shares`.
 
         **Arguments:**
 
-        - `shares`: as a softmax of `scores` gives them, zero for tokens that must not be seen.
+        - `shares`: probabilities, such as a masked softmax of `scores`: zero for hidden tokens.
 
         **Returns:**
 
@@ -265,10 +269,7 @@ class QuantizedCache(eqx.Module):
         return old + shares[..., self.context :] @ self.recent[1].astype(shares.dtype)
 
     def _check_rows(self, x: Array, name: str, last: str, length: int) -> None:
-        """Raises unless the last axis has this length and the first ones broadcast.
-
-        The first ones are batch and heads, before the rows.
-        """
+        """Raises unless the last axis has this length, and batch axes and heads broadcast."""
         front = self.values.shape[:-2]
         try:
             jnp.broadcast_shapes(x.shape[:-2], front)
@@ -310,13 +311,13 @@ class QuantizedCache(eqx.Module):
         return QuantizedCache(put(self.keys), put(self.values), recent, length)
 
 
-def _is_whole(x: object) -> bool:
+def _is_integer(x: object) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 def _check_shape(shape: object) -> tuple[int, ...]:
     expected = "`shape` must be (*batch, heads, context, size), whole numbers of at least one."
-    if not isinstance(shape, tuple | list) or not all(map(_is_whole, shape)):
+    if not isinstance(shape, tuple | list) or not all(map(_is_integer, shape)):
         raise TypeError(f"{expected} Got {shape!r}.")
     if len(shape) < 3 or min(shape) < 1:
         raise ValueError(f"{expected} Got {tuple(shape)}.")
@@ -337,8 +338,8 @@ def _mask_padding(keys: Array, values: Array, count: ArrayLike) -> tuple[Array, 
     return zeroed(keys), zeroed(values), count
 
 
-def _fewest_tokens(format: AbstractFormat | None) -> int:
-    """Returns how many tokens share a scale and bytes, if the token axis is quantized."""
+def _min_window(format: AbstractFormat | None) -> int:
+    """Returns the smallest window of `per_channel`: tokens that share a scale and bytes."""
     block = None if format is None else format.block_size
     if not isinstance(block, int) or format is None or format.scale_format is not None:
         raise ValueError(
@@ -349,7 +350,7 @@ def _fewest_tokens(format: AbstractFormat | None) -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | None, axis: int) -> MaybeQuantized:
-    """As `_quantize_rows`, of zeros: one row is quantized, and repeated."""
+    """Returns quantized zeros: one quantized row, repeated."""
     if format is None:
         return jnp.zeros(shape, dtype)
     *batch, rows, length = shape if axis == -1 else (*shape[:-2], shape[-1], shape[-2])
@@ -359,48 +360,45 @@ def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | No
 
 
 def _quantize_rows(x: Array, format: AbstractFormat, axis: int | tuple[int, ...]) -> QuantizedArray:
-    """Quantizes every row alone: one of a token, or with axis -2 of a channel.
-
-    So a "tensor" of the format is a row.
-    """
+    """Quantizes every row on its own: per token, or with axis -2 per channel."""
     quantize_row = lambda row: quantize_array(row, format, (-1,), None, None)
     rows = x if axis == -1 else x.mT
     return dataclasses.replace(vmap_leading(quantize_row, x.ndim - 1)(rows), axis=axis)
 
 
 def _multiply(queries: Array, keys: MaybeQuantized) -> Array:
-    # XLA for CPU transposes its right operand in memory: better the few products than all keys.
+    # XLA for CPU copies a transposed right operand: better a few queries than all keys.
     few = not is_quantized(keys) and queries.shape[-2] < queries.shape[-1]
     return (keys @ queries.mT).mT if few else queries @ keys.mT
 
 
-def _put(
+def _write_tokens(
     old: MaybeQuantized,
     new: Float[Array, "*batch heads tokens size"],
     at: Int[Array, "*batch tokens"],
     needed: Bool[Array, ""] | bool = True,
     group: int = 1,
 ) -> MaybeQuantized:
-    """Writes tokens to their places, packed. Unless `needed`, zeros may be written."""
+    """Quantizes tokens and writes them to their places; zeros unless `needed`."""
     if not isinstance(old, QuantizedArray):
-        return _write(old, new.astype(old.dtype), at)
+        return _write_rows(old, new.astype(old.dtype), at)
     bits, across = old.format.bits, old.axis != -1
-    # Packed zero points of several groups share bytes.
-    apart = lambda q: dataclasses.replace(q, zero_point_bits=q.zero_point) if across else q
-    pack = lambda: jtu.tree_leaves(apart(_quantize_rows(new.astype(old.dtype), old.format, old.axis)))
+    # Zero points of several groups share bytes.
+    unpack_zero_points = lambda q: dataclasses.replace(q, zero_point_bits=q.zero_point) if across else q
+    pack = lambda: jtu.tree_leaves(unpack_zero_points(_quantize_rows(new.astype(old.dtype), old.format, old.axis)))
     if needed is True:
         packed = pack()
     else:
         nothing = lambda: jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(pack))
         packed = jax.lax.cond(needed, pack, nothing)
-    leaves, treedef = jtu.tree_flatten(apart(old))
+    leaves, treedef = jtu.tree_flatten(unpack_zero_points(old))
     if not across:
-        return jtu.tree_unflatten(treedef, [_write(leaf, x, at) for leaf, x in zip(leaves, packed, strict=True)])
-    # Codes and scales of a group lie side by side, so a group is a row.
+        return jtu.tree_unflatten(treedef, [_write_rows(leaf, x, at) for leaf, x in zip(leaves, packed, strict=True)])
+    # Codes and scales of a group are contiguous, so a group is a row.
     groups, number, whole = at[..., ::group] // group, new.shape[-2] // group, old.shape[-2] // group
     in_rows = lambda leaf, n: leaf.reshape(*leaf.shape[:-1], n, leaf.shape[-1] // n)
     written = [
-        _write(in_rows(leaf, whole), in_rows(x, number), groups).reshape(leaf.shape)
+        _write_rows(in_rows(leaf, whole), in_rows(x, number), groups).reshape(leaf.shape)
         for leaf, x in zip(leaves, packed, strict=True)
     ]
     q = jtu.tree_unflatten(treedef, written)
@@ -408,9 +406,9 @@ def _put(
     return q if zero_point is None else dataclasses.replace(q, zero_point_bits=pack_codes(zero_point, bits))
 
 
-def _write(old: Array, new: Array, at: Int[Array, "*batch rows"]) -> Array:
-    """Writes rows, along the second last axis. Rows beyond the end are dropped."""
-    return (_write_floats if jnp.issubdtype(old.dtype, jnp.floating) else _in_place)(old, new, at)
+def _write_rows(old: Array, new: Array, at: Int[Array, "*batch rows"]) -> Array:
+    """Writes rows along the second last axis. Drops rows beyond the end."""
+    return (_write_floats if jnp.issubdtype(old.dtype, jnp.floating) else _write_in_place)(old, new, at)
 
 
 def _scatter(old: Array, new: Array, at: Array) -> Array:
@@ -418,34 +416,34 @@ def _scatter(old: Array, new: Array, at: Array) -> Array:
     return vmap_leading(write, at.ndim - 1)(old, new, at)
 
 
-def _loop(old: Array, new: Array, at: Array) -> Array:
-    # XLA for CPU writes once for each reader of the result, each time into a full copy; but it updates the carry of a
-    # loop in place. So this is a loop of one iteration, whose number XLA must not know.
+def _scatter_in_loop(old: Array, new: Array, at: Array) -> Array:
+    # XLA for CPU writes into a new copy for each reader of the result, but it updates the carry of a loop in place. So
+    # this is a loop of one iteration, and XLA must not know the number.
     once = jax.lax.optimization_barrier(jnp.int32(1))
     return jax.lax.fori_loop(0, once, lambda _, old: _scatter(old, new, at), old)
 
 
 @jax.jit
-def _in_place(old: Array, new: Array, at: Array) -> Array:
-    return jax.lax.platform_dependent(*vary_alike((old, new, at)), cpu=_loop, default=_scatter)
+def _write_in_place(old: Array, new: Array, at: Array) -> Array:
+    return jax.lax.platform_dependent(*vary_alike((old, new, at)), cpu=_scatter_in_loop, default=_scatter)
 
 
-_write_floats = jax.custom_jvp(_in_place)
+_write_floats = jax.custom_jvp(_write_in_place)
 
 
 @_write_floats.defjvp
 def _(primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-    # Nothing differentiates a loop of unknown length backwards.
+    # Reverse mode cannot differentiate a loop of unknown length.
     return _write_floats(*primals), _scatter(tangents[0], tangents[1], primals[2])
 
 
-def _strip(recent: Array, new: Array, start: Int[Array, "*batch"], length: int) -> Array:
-    """The tokens that wait, then the new ones, then zeros."""
+def _append_to_window(recent: Array, new: Array, start: Int[Array, "*batch"], length: int) -> Array:
+    """Returns the tokens of the window, then the new ones, then zeros."""
     wide = jnp.pad(recent, [(0, 0)] * (recent.ndim - 2) + [(0, length - recent.shape[-2]), (0, 0)])
     put = lambda wide, new, start: jax.lax.dynamic_update_slice_in_dim(wide, new, start, axis=-2)
     return vmap_leading(put, start.ndim)(wide, new.astype(recent.dtype), start)
 
 
-def _cut(strip: Array, start: Int[Array, "*batch"], length: int) -> Array:
-    cut = lambda strip, start: jax.lax.dynamic_slice_in_dim(strip, start, length, axis=-2)
-    return vmap_leading(cut, start.ndim)(strip, start)
+def _slice_tokens(tokens: Array, start: Int[Array, "*batch"], length: int) -> Array:
+    slice_tokens = lambda tokens, start: jax.lax.dynamic_slice_in_dim(tokens, start, length, axis=-2)
+    return vmap_leading(slice_tokens, start.ndim)(tokens, start)

@@ -20,7 +20,7 @@ from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import codes
 from eqquant._matmul.kernels.target import TargetDevice
-from eqquant._matmul.problem import problem_of
+from eqquant._matmul.problem import describe_matmul
 from eqquant._matmul.rows import DynamicRows
 from eqquant._native import library as native
 from eqquant._numerics import packing
@@ -70,7 +70,7 @@ def test_pairs(getkey, x_format, w_format):
     @jax.jit
     def products(x, w):
         rows = DynamicRows(x, FORMATS[x_format])
-        q = dataclasses.replace(rows.quantized(), gradient_of=None)
+        q = dataclasses.replace(rows.quantize(), gradient_of=None)
         product = lambda implementation: matmul_with(x, w.T, Options(None, implementation, lambda _: rows))
         return q.dequantize(), product(None), product("xla"), q @ w.T
 
@@ -99,7 +99,7 @@ def test_equals_integers_of_numpy(getkey, x_format, w_format, looped):
             packed = packing.pack(zero, format.bits)
             operands[-1] = dataclasses.replace(operands[-1], zero_point_bits=packed)
     layouts = [layout_of(f, k) for f in formats]
-    packed = [dispatch.pack_arrays(q) for q in operands]
+    packed = [dispatch.as_packed_weight(q) for q in operands]
     y = jax.jit(lambda x, w: codes.matmul(x, w, *layouts, "int8", looped=looped))(*packed)
     whole = [np.asarray(q.dequantize(), np.int64) for q in operands]
     np.testing.assert_array_equal(np.asarray(y, np.int64), whole[0] @ whole[1].T)
@@ -114,7 +114,7 @@ def test_only_a_scale_that_clips_reaches_the_lowest_code(getkey):
     clipped = jnp.array([[-128.0, -128, -127, 5, 127, 127]])
     np.testing.assert_array_equal(w.quantize_rows(x).dequantize(), clipped)
     np.testing.assert_allclose(x @ w.T, clipped @ q.dequantize().T, rtol=1e-5, atol=1e-4)
-    np.testing.assert_array_equal(eqq.unpack(DynamicRows(x, eqq.Int8()).quantized())[0, [0, 5]], [1, 255])
+    np.testing.assert_array_equal(eqq.unpack(DynamicRows(x, eqq.Int8()).quantize())[0, [0, 5]], [1, 255])
 
 
 def test_longest_sums():
@@ -139,15 +139,15 @@ def test_longest_sums():
 def test_types_on_accelerators(getkey, x_format, w_format, kind):
     x, w = (eqq.quantize(weights(getkey(), (n, 200)), FORMATS[of]) for n, of in ((4, x_format), (24, w_format)))
     layouts, target = [layout_of(q.format, 200) for q in (x, w)], TargetDevice("cuda")
-    assert codes.kind_of(*layouts, target) == kind
+    assert codes.choose_operand_type(*layouts, target) == kind
     shown = "float32 x float32 (decoded)" if kind is None else {"float8": "float8_e4m3fn"}.get(kind, kind)
     many = eqq.quantize(jnp.ones((512, 200)), FORMATS[x_format])
     assert shown in eqq.explain_matmul(many, w.T, platform="cuda").types
     if kind is not None:
-        y = codes.matmul(*map(dispatch.pack_arrays, (x, w)), *layouts, kind, looped=False)
+        y = codes.matmul(*map(dispatch.as_packed_weight, (x, w)), *layouts, kind, looped=False)
         close(y, x.dequantize(), w.dequantize())
     if kind == "float8":
-        assert codes.kind_of(*layouts, TargetDevice("cuda", "A100", 8.0)) is None
+        assert codes.choose_operand_type(*layouts, TargetDevice("cuda", "A100", 8.0)) is None
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_few_rows_meet_the_packed_weight(getkey, monkeypatch, x_format, w_format
     """Kernels take the values of small floats, which are exact in the few bits that a GPU multiplies."""
     x, w = (eqq.quantize(weights(getkey(), (n, 256)), FORMATS[of]) for n, of in ((4, x_format), (24, w_format)))
     x, w, seen = x.astype(dtype), w.astype(dtype), []
-    kernel = dispatch._kernel("cuda", dispatch._pallas_gpu, interpret=True)
-    spied = kernel._replace(compute=lambda x, *rest: seen.append(x) or kernel.compute(x, *rest))
+    kernel = dispatch._wrap_kernel("cuda", dispatch._import_pallas_gpu, interpret=True)
+    spied = kernel._replace(run=lambda x, *rest: seen.append(x) or kernel.run(x, *rest))
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "pallas_gpu", spied)
-    problem, target = problem_of(x, w, False, None), TargetDevice("cuda")
+    problem, target = describe_matmul(x, w, False, None), TargetDevice("cuda")
     name, _ = dispatch.choose(target, problem, None)
-    y = dispatch.compute(x, w, problem, target, name)
+    y = dispatch.run_implementation(x, w, problem, target, name)
     assert name == eqq.explain_matmul(x, w.T, platform="cuda").implementation == "pallas_gpu"
     assert y.dtype == seen[0].dtype == dtype
     np.testing.assert_array_equal(seen[0], seen[0].astype(jnp.bfloat16).astype(dtype))

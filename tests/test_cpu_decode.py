@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._array.dequantize import dense_rows
+from eqquant._array.dequantize import dequantize_rows
 from eqquant._formats.base import has_offsets
 from eqquant._native import library as native
 
@@ -58,7 +58,7 @@ def test_same_bits_of_every_shape(getkey, name, shape):
 def check_bits(getkey, name, shape, dtypes):
     quantize = jax.jit(lambda w: eqq.quantize(w, FORMATS[name].format))
     # The values of all dtypes in one program, which compiles sooner than one for each.
-    both = jax.jit(lambda q: [(q.astype(d).dequantize(), dense_rows(q.astype(d))) for d in dtypes])
+    both = jax.jit(lambda q: [(q.astype(d).dequantize(), dequantize_rows(q.astype(d))) for d in dtypes])
     for w in (weights(getkey(), shape), hostile(getkey(), jnp.zeros(shape))):
         for ours, theirs in both(quantize(w)):
             same_bits(ours, theirs)
@@ -70,7 +70,7 @@ def check_bits(getkey, name, shape, dtypes):
 def test_every_block_size(getkey, block_size, symmetric):
     for format in (eqq.Int4, eqq.Int2) if block_size == 48 else (eqq.Int4,):
         q = eqq.quantize(weights(getkey(), (7, 700)), format(block_size=block_size, symmetric=symmetric))
-        same_bits(q.dequantize(), jax.jit(dense_rows)(q))
+        same_bits(q.dequantize(), jax.jit(dequantize_rows)(q))
 
 
 def test_not_finite(getkey):
@@ -78,7 +78,7 @@ def test_not_finite(getkey):
     for format in (eqq.NF4(), eqq.NVFP4(), eqq.Int4(symmetric=False)):
         q = jax.jit(lambda w: eqq.quantize(w, format))(w)  # noqa: B023
         assert np.isnan(np.asarray(q.dequantize()[1, 3]))
-        same_bits(q.dequantize(), jax.jit(dense_rows)(q))
+        same_bits(q.dequantize(), jax.jit(dequantize_rows)(q))
 
 
 def test_bytes_stay_with_xla(getkey):

@@ -46,13 +46,13 @@ def codes_of(key, shape):
 def product(x, q, **options):
     layout = layout_of(q.format, q.shape[-1])
     dtype = options.get("dtype", x.dtype)
-    assert cpu_int8.supports(layout, x.shape[-2], q.shape[-2], dtype) is None
-    return cpu_int8.matmul(x, dispatch.stored_arrays(q), layout, **options)
+    assert cpu_int8.refusal(layout, x.shape[-2], q.shape[-2], dtype) is None
+    return cpu_int8.matmul(x, dispatch.as_stored_weight(q), layout, **options)
 
 
 def expected(x, x_scale, q):
     """Integer sums of blocks, scaled in float64; and the sums of their magnitudes."""
-    layout, packed = layout_of(q.format, q.shape[-1]), dispatch.pack_arrays(q)
+    layout, packed = layout_of(q.format, q.shape[-1]), dispatch.as_packed_weight(q)
     whole = np.asarray(layout.table, np.int64)[np.asarray(eqq.unpack(q))]
     block = np.arange(q.shape[-1]) // layout.block_size
     if packed.zero_point is not None:
@@ -122,7 +122,7 @@ def test_quantizes_rows_with_zero_points_inside(getkey, m, dtype, weight):
     """A range of 255 units has codes without a tie, so that the last bit of its scale changes none of them."""
     whole = jr.randint(getkey(), (m, 300), -64, 192).at[:, 5].set(-64).at[:, 7].set(191)
     x = (whole / 8).astype(dtype)
-    rows = DynamicRows(x, eqq.Int8(symmetric=False)).quantized()
+    rows = DynamicRows(x, eqq.Int8(symmetric=False)).quantize()
     q = eqq.quantize(weights(getkey(), (24, 300)), FORMATS[weight])
     y = product(x, q, affine=True)
     assert y.dtype == x.dtype
@@ -185,7 +185,7 @@ def test_batches_and_orders(getkey, m):
     y = product(x, q, x_scale=x_scale, dtype=jnp.float32)
     check(y, x, x_scale, q)
     options = dict(x_scale=x_scale, dtype=jnp.float32)
-    packed, layout = dispatch.stored_arrays(q), layout_of(q.format, 130)
+    packed, layout = dispatch.as_stored_weight(q), layout_of(q.format, 130)
     np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, by_columns=(True, False), **options), y)
     np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, by_columns=(False, True), **options), y)
 
@@ -193,15 +193,15 @@ def test_batches_and_orders(getkey, m):
 def test_refuses_what_is_no_integer(getkey):
     for format, why in (("nf4", "integers of at most eight bits"), ("fp8", "consecutive"), ("dynamic8", "consecutive")):
         layout = layout_of(eqq.quantize(weights(getkey(), (8, 256)), format).format, 256)
-        assert why in (cpu_int8.supports(layout, 2, 8, jnp.float32) or "")
+        assert why in (cpu_int8.refusal(layout, 2, 8, jnp.float32) or "")
     layout = layout_of(eqq.Int8(), 256)
-    assert "not float64" in (cpu_int8.supports(layout, 2, 8, jnp.dtype("float64")) or "")
-    assert "nothing" in (cpu_int8.supports(layout, 0, 8, jnp.float32) or "")
+    assert "not float64" in (cpu_int8.refusal(layout, 2, 8, jnp.dtype("float64")) or "")
+    assert "nothing" in (cpu_int8.refusal(layout, 0, 8, jnp.float32) or "")
 
 
 def test_wrong_operands_are_not_crashes(getkey):
     q = eqq.quantize(weights(getkey(), (8, 256)), "int8")
-    layout, packed = layout_of(q.format, 256), dispatch.stored_arrays(q)
+    layout, packed = layout_of(q.format, 256), dispatch.as_stored_weight(q)
     x, ones, one = codes_of(getkey(), (2, 256)), jnp.ones((2, 1)), jnp.ones((2, 1), jnp.uint8)
     for args, options, why in (
         ((x[:, :255], packed, layout), {"x_scale": ones}, "x and the weight do not fit"),
@@ -234,7 +234,7 @@ for m in (1, 4, 40):
     x = jax.random.randint(jax.random.key(9), (m, 700), -127, 128, jnp.int8)
     q = eqq.quantize(w.astype(jnp.float32), "int8")
     options = dict(x_scale=jnp.ones((m, 1)), dtype=jnp.float32)
-    y = cpu_int8.matmul(x, dispatch.stored_arrays(q), layout_of(q.format, 700), **options)
+    y = cpu_int8.matmul(x, dispatch.as_stored_weight(q), layout_of(q.format, 700), **options)
     np.testing.assert_array_equal(y, np.asarray(x, np.int64) @ np.asarray(w, np.int64).T)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "EQQUANT_CPU_ISA": name})

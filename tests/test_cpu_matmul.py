@@ -34,8 +34,8 @@ def check(x, q, transpose=False, tol=None, **options):
     """One product against float64."""
     layout = layout_of(q.format, q.shape[-1])
     dtype = jnp.dtype(x.dtype)
-    assert cpu.supports(layout, x.shape[-2], q.shape[-2], dtype, transpose=transpose, precision="default") is None
-    y = cpu.matmul(x, dispatch.stored_arrays(q), layout, transpose=transpose, precision="default", **options)
+    assert cpu.refusal(layout, x.shape[-2], q.shape[-2], dtype, transpose=transpose, precision="default") is None
+    y = cpu.matmul(x, dispatch.as_stored_weight(q), layout, transpose=transpose, precision="default", **options)
     dense = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, -1, -2))
     assert y.dtype == dtype and y.shape == expected.shape
@@ -422,7 +422,7 @@ def test_sharded(getkey):
 def test_random_operands_are_not_crashes(getkey):
     """XLA hands over what Python gave; a call that does not fit is an error with a sentence."""
     q = eqq.quantize(weights(getkey(), (8, 256)), "nf4")
-    layout, packed = layout_of(q.format, 256), dispatch.stored_arrays(q)
+    layout, packed = layout_of(q.format, 256), dispatch.as_stored_weight(q)
     x = weights(getkey(), (2, 256))
     run = lambda x, packed, layout: cpu.matmul(x, packed, layout, transpose=False, precision="default")
     for wrong, why in (

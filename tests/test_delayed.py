@@ -27,12 +27,12 @@ def magnitudes(*arrays):
 
 def delayed(w, format="fp8", largest=None, **options):
     model = eqq.low_precision_training({"w": w}, format, delayed=True, **{"stochastic": False, **options})
-    return model if largest is None else eqx.tree_at(lambda m: m["w"].largest, model, jnp.asarray(largest))
+    return model if largest is None else eqx.tree_at(lambda m: m["w"].amax, model, jnp.asarray(largest))
 
 
 def seen(function, model, *args):
     """What a step saw: the gradient of the largest magnitudes."""
-    return eqx.filter_jit(eqx.filter_grad(function))(model, *args)["w"].largest
+    return eqx.filter_jit(eqx.filter_grad(function))(model, *args)["w"].amax
 
 
 def product(model, x, dy):
@@ -84,10 +84,10 @@ def test_steps_against_numpy(operands, format, kinds):
         close(y, rounded_x, rounded_w)
         close(dx, rounded_dy, rounded_w.T)
         close(grads["w"].array, rounded_dy.T, rounded_x.T)
-        np.testing.assert_array_equal(grads["w"].largest, now)
+        np.testing.assert_array_equal(grads["w"].amax, now)
         history = np.stack([now, history[0]])
         np.testing.assert_array_equal(np.asarray(state.history["['w']"]), history.T)
-        np.testing.assert_allclose(model["w"].largest, history.max(0) * np.float32(2**0.5), rtol=1e-6)
+        np.testing.assert_allclose(model["w"].amax, history.max(0) * np.float32(2**0.5), rtol=1e-6)
         np.testing.assert_allclose(model["w"].array, before - lr * np.asarray(grads["w"].array), rtol=1e-5, atol=1e-6)
         assert n == 0 or (np.abs(rounded_x).max() < now[0] * 0.99) == (factor == 3.0)  # clipped where it grew
 
@@ -119,12 +119,12 @@ def test_not_finite(operands, format, bad):
     y, pull = jax.vjp(lambda m, x: x @ m["w"].T, model, x.at[3, 5].set(bad))
     grads, dx = pull(dy.at[2, 7].set(bad))
     assert not jnp.isfinite(y).any() and not jnp.isfinite(dx).any() and not jnp.isfinite(grads["w"].array).any()
-    np.testing.assert_array_equal(jnp.isfinite(grads["w"].largest), [False, True, False])
+    np.testing.assert_array_equal(jnp.isfinite(grads["w"].amax), [False, True, False])
     for _ in range(2):
         grads["w"] = eqx.tree_at(lambda w: w.array, grads["w"], jnp.zeros_like(w))
         updates, state = optim.update(grads, state, model)
         model = eqx.apply_updates(model, updates)
-    np.testing.assert_array_equal(model["w"].largest, [0, magnitudes(w)[0], 0])
+    np.testing.assert_array_equal(model["w"].amax, [0, magnitudes(w)[0], 0])
     np.testing.assert_array_equal(seen(product, model, x, dy), magnitudes(x, w, dy))
     assert jnp.isfinite(x @ model["w"].T).all()
 
@@ -163,8 +163,8 @@ def test_each_model_has_its_own(operands):
         return jnp.sum(jnp.tanh(jax.vmap(lambda x: model["w"] @ x)(x)) ** 2)
 
     models = delayed(stack)
-    together = jax.vmap(jax.grad(model_loss), (0, None))(models, x)["w"].largest
-    each = [jax.grad(model_loss)(delayed(w), x)["w"].largest for w in stack]
+    together = jax.vmap(jax.grad(model_loss), (0, None))(models, x)["w"].amax
+    each = [jax.grad(model_loss)(delayed(w), x)["w"].amax for w in stack]
     np.testing.assert_allclose(together, np.stack(each), rtol=1e-6)
 
     def scan_loss(models, x, wrap=lambda f: f):
@@ -177,7 +177,7 @@ def test_each_model_has_its_own(operands):
         return jnp.sum(x**2)
 
     separate = jax.jit(jax.grad(unrolled))([delayed(w) for w in stack], x)
-    expected = np.stack([model["w"].largest for model in separate])
+    expected = np.stack([model["w"].amax for model in separate])
     for wrap in (lambda f: f, jax.checkpoint):
         np.testing.assert_allclose(seen(scan_loss, models, x, wrap), expected, rtol=1e-5)
         in_parts = lambda models, x: jnp.sum(jax.vmap(lambda x: scan_loss(models, x, wrap))(x.reshape(4, 5, 40)))
@@ -208,7 +208,7 @@ def test_several_uses_add_up(operands):
 def test_forward_mode_and_second_order(operands):
     x, w, dy = operands
     model = delayed(w, "int8", magnitudes(x, w, dy))
-    np.testing.assert_array_equal(jax.jit(jax.jacfwd(product))(model, x, dy)["w"].largest, 0)
+    np.testing.assert_array_equal(jax.jit(jax.jacfwd(product))(model, x, dy)["w"].amax, 0)
     along = lambda x: jnp.sum(jnp.tanh(x @ model["w"].T) * dy)
     slope = jax.jvp(jax.grad(along), (x,), (x,))[1]
     assert jnp.isfinite(slope).all() and jnp.any(slope != 0)
@@ -233,7 +233,7 @@ def test_shard_map(operands):
     model = delayed(w, "int8", magnitudes(x, w, dy))
     each = jax.shard_map(jax.grad(product), mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
     got, expected = jax.jit(each)(model, x, dy), jax.grad(product)(model, x, dy)
-    np.testing.assert_array_equal(got["w"].largest, magnitudes(x, w, dy))
+    np.testing.assert_array_equal(got["w"].amax, magnitudes(x, w, dy))
     np.testing.assert_allclose(got["w"].array, expected["w"].array, rtol=1e-5, atol=1e-5)
 
 
@@ -258,7 +258,7 @@ def test_the_wrapped_optimizer_sees_no_magnitudes(operands):
             expected, alone_state = alone.update(bare(grads), alone_state, bare(model))
             model = optax.apply_updates(model, updates)
             np.testing.assert_array_equal(updates["w"].array, expected["w"])
-    np.testing.assert_allclose(model["w"].largest[0], 10 * magnitudes(x)[0], rtol=1e-6)
+    np.testing.assert_allclose(model["w"].amax[0], 10 * magnitudes(x)[0], rtol=1e-6)
     sizes = [jnp.size(leaf) for leaf in jax.tree.leaves(state.inner_state)]
     assert sorted(sizes) == [1, w.size, w.size]
 
@@ -272,13 +272,13 @@ def test_without_the_wrapper_scales_are_those_of_now(operands):
         for _ in range(2):
             updates, state = optim.update(jax.grad(product)(model, x, dy), state, model)
             model = optax.apply_updates(model, updates)
-    assert (model["w"].largest < 0).all()
+    assert (model["w"].amax < 0).all()
     now = eqq.low_precision_training({"w": model["w"].array}, eqq.FP8("e4m3", "tensor"))
     np.testing.assert_array_equal(x @ model["w"].T, x @ now["w"].T)
     # With the wrapper again, all is well.
     optim = eqq.delayed_scaling(optax.sgd(0.0))
     updates, _ = optim.update(jax.grad(product)(model, x, dy), optim.init(model), model)
-    after = optax.apply_updates(model, updates)["w"].largest
+    after = optax.apply_updates(model, updates)["w"].amax
     np.testing.assert_allclose(after, magnitudes(x, model["w"].array, dy), rtol=1e-6)
 
 
@@ -290,12 +290,12 @@ def test_around_other_wrappers(operands):
         optim = eqq.delayed_scaling(inner)
         with jax.numpy_dtype_promotion("standard"):
             updates, _ = optim.update(jax.grad(product)(model, x, dy), optim.init(model), model)
-        np.testing.assert_array_equal(eqx.apply_updates(model, updates)["w"].largest, expected)
+        np.testing.assert_array_equal(eqx.apply_updates(model, updates)["w"].amax, expected)
     model = eqq.low_precision_training(eqq.quantize_tree({"w": w}, "int8"), "fp8", delayed=True)
     optim = eqq.delayed_scaling(eqq.float_masters(optax.sgd(0.1), masters={"w": w}))
     updates, state = optim.update(eqq.filter_grad(product)(model, x, dy), optim.init(model), model)
     after = eqq.apply_updates(model, updates)
-    np.testing.assert_allclose(after["w"].largest, expected, rtol=0.02)
+    np.testing.assert_allclose(after["w"].amax, expected, rtol=0.02)
     (master,) = jax.tree.leaves(state.inner_state.masters)
     np.testing.assert_array_equal(after["w"].array.dequantize(), eqq.quantize(master, "int8").dequantize())
 
@@ -314,7 +314,7 @@ def test_low_rank_factors(operands):
         updates, _ = optim.update(grads, optim.init(model), model)
         after = eqx.apply_updates(model, updates)
         np.testing.assert_array_equal(after["w"].base.array, w)
-        np.testing.assert_array_equal(after["w"].base.largest, magnitudes(x, w, dy))
+        np.testing.assert_array_equal(after["w"].base.amax, magnitudes(x, w, dy))
         assert not eqx.tree_equal(after["w"].b, model["w"].b)
 
 
@@ -335,7 +335,7 @@ def test_64_bits(operands):
         start = optim.init(model)
         updates, state = optim.update(jax.grad(product)(model, x, dy), start, model)
         after = eqx.apply_updates(model, updates)["w"]
-    assert after.array.dtype == jnp.float64 and after.largest.dtype == jnp.float32
+    assert after.array.dtype == jnp.float64 and after.amax.dtype == jnp.float32
     assert {a.dtype.name for s in (start, state) for a in s.history.values()} == {"float32"}
 
 
@@ -371,7 +371,7 @@ def test_training_a_model(whole):
         low, state, value = step(low, state)
         values.append(float(value))
     assert values[-1] < 0.9 * values[0]
-    largest = low["network"].layers.weight.largest
+    largest = low["network"].layers.weight.amax
     assert largest.shape == (3, 3) and bool((largest > 0).all())
     assert {path: x.shape for path, x in state.history.items()} == {
         "['network'].layers.weight": (3, 3, 16),
@@ -387,14 +387,14 @@ def test_models(operands, tmp_path):
     model = Network(jr.key(0))
     low = eqq.low_precision_training(model, "fp8", delayed=True)
     assert "delayed scales" in repr(low.head.weight) and "delayed scales" in str(eqq.summary(low)).replace("\n", " ")
-    assert low.layers.weight.largest.shape == (3, 3) and low.head.weight.largest.shape == (3,)
+    assert low.layers.weight.amax.shape == (3, 3) and low.head.weight.amax.shape == (3,)
     assert eqq.count_params(low) == eqq.count_params(model)
     assert eqx.tree_equal(eqq.dequantize_tree(low), model)
     only = eqq.low_precision_training(model, "fp8", where=lambda m: m.head, delayed=True)
-    assert only.head.weight.largest is not None and only.layers.weight is model.layers.weight
+    assert only.head.weight.amax is not None and only.layers.weight is model.layers.weight
     shared = eqq.low_precision_training({"a": w, "b": w}, delayed=True)
     assert shared["a"] is shared["b"]
-    trained = eqx.tree_at(lambda m: m.head.weight.largest, low, jnp.arange(3.0))
+    trained = eqx.tree_at(lambda m: m.head.weight.amax, low, jnp.arange(3.0))
     eqq.save(tmp_path / "low.safetensors", trained)
     assert eqx.tree_equal(eqq.load(tmp_path / "low.safetensors", low), trained)
     eqx.tree_serialise_leaves(tmp_path / "low.eqx", trained)
@@ -402,7 +402,7 @@ def test_models(operands, tmp_path):
     stacked = eqq.quantize_tree(
         {"low": eqq.low_precision_training({"w": jnp.stack([w] * 3)}, delayed=True), "w": w}, "int8"
     )
-    assert isinstance(stacked["low"]["w"].largest, jax.Array)
+    assert isinstance(stacked["low"]["w"].amax, jax.Array)
 
 
 def test_bad_input(operands):

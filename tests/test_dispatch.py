@@ -18,7 +18,7 @@ from .helpers import assert_close, FORMATS, KINDS, NEWEST, weights
 
 
 N, K = 40, 1030  # two segments of four bits or more for every kernel, and a rest
-KERNELS = {"pallas_gpu": dispatch._pallas_gpu, "pallas_tpu": dispatch._pallas_tpu}
+KERNELS = {"pallas_gpu": dispatch._import_pallas_gpu, "pallas_tpu": dispatch._import_pallas_tpu}
 NATIVE = native.refusal() is None
 
 
@@ -27,7 +27,7 @@ def kernel(request, monkeypatch):
     """A kernel that runs on the CPU, interpreted unless it is made for it."""
     if request.param == "cpu":
         return "cpu"
-    interpreted = dispatch._kernel("cpu", KERNELS[request.param], interpret=True)
+    interpreted = dispatch._wrap_kernel("cpu", KERNELS[request.param], interpret=True)
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS, request.param, interpreted)
     return request.param
 
@@ -80,9 +80,9 @@ def test_transformations(kernel, q, getkey, transform):
 
 def test_vmap_is_one_call(kernel, q, getkey, monkeypatch):
     called = []
-    original = dispatch.compute
+    original = dispatch.run_implementation
     monkeypatch.setattr(
-        dispatch, "compute", lambda x, w, *args: called.append((x.shape, args[-1])) or original(x, w, *args)
+        dispatch, "run_implementation", lambda x, w, *args: called.append((x.shape, args[-1])) or original(x, w, *args)
     )
     jax.jit(jax.vmap(ft.partial(product(kernel), q))).lower(weights(getkey(), (5, K)))
     assert called == [((5, K), kernel)]
@@ -356,7 +356,7 @@ def test_xla_on_gpu(getkey, name, dtype, transpose):
     q = eqq.quantize(weights(getkey(), (2, 24, 130)), FORMATS[name].format, dtype=dtype)
     x = weights(getkey(), (2, 5, 24 if transpose else 130)).astype(dtype)
     problem = MatmulProblem(5, 24, 130, x.dtype, q.format, transpose)
-    y = dispatch.compute(x, q, problem, TargetDevice("cuda"), "xla")
+    y = dispatch.run_implementation(x, q, problem, TargetDevice("cuda"), "xla")
     dense = np.asarray(q.dequantize(), np.float64)
     assert y.dtype == x.dtype
     assert_close(y, np.asarray(x, np.float64) @ (dense if transpose else np.swapaxes(dense, 1, 2)), tol=1e-2)
@@ -366,6 +366,6 @@ def test_bytes_are_converted_once():
     """XLA on GPU fuses one conversion of the weight with the product; with two, it writes the weight to memory."""
     q = eqq.quantize(jnp.ones((8, 256)), "fp8")
     problem = MatmulProblem(4, 8, 256, jnp.dtype(jnp.bfloat16), q.format, False)
-    run = lambda x, q: dispatch.compute(x, q, problem, TargetDevice("cuda"), "xla")
+    run = lambda x, q: dispatch.run_implementation(x, q, problem, TargetDevice("cuda"), "xla")
     found = jax.make_jaxpr(run)(jnp.ones((4, 256), jnp.bfloat16), q).jaxpr
     assert not [e for e in found.eqns if e.outvars[0].aval.shape == (8, 256) and e.outvars[0].aval.dtype == jnp.float32]

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
 
 import eqquant as eqq
-from eqquant._wrappers import pieces
+from eqquant._wrappers.concatenate import concatenate, split
 from eqquant.io import names as ready, Target
 
 
@@ -146,14 +146,14 @@ def test_fused_and_divided_rows(format):
 def test_joined_and_divided_along_the_quantized_axis(format):
     unit = 64 * 256 if format.scale_format is not None else 512  # whole blocks of scales
     q = eqq.quantize(jr.normal(jr.key(0), (3, 2 * unit + 96)), format)
-    first, second = pieces.divide(q, [unit, unit + 96], -1)
+    first, second = split(q, [unit, unit + 96], -1)
     np.testing.assert_array_equal(np.asarray(first), np.asarray(q)[:, :unit])
     np.testing.assert_array_equal(np.asarray(second), np.asarray(q)[:, unit:])
-    assert eqx.tree_equal(pieces.join([first, second], 1), q)
+    assert eqx.tree_equal(concatenate([first, second], 1), q)
     with pytest.raises(ValueError, match="is no multiple"):
-        pieces.divide(q, [100, 2 * unit - 4], -1)
+        split(q, [100, 2 * unit - 4], -1)
     with pytest.raises(ValueError, match="is no multiple"):
-        pieces.join([eqq.quantize(jnp.ones((3, 96)), format)] * 2, 1)
+        concatenate([eqq.quantize(jnp.ones((3, 96)), format)] * 2, 1)
 
 
 def test_transposing_relabels():

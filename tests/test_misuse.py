@@ -182,7 +182,7 @@ def test_a_model_is_not_an_array(getkey):
 
 def test_unpack_and_requantize_of_a_wrapper():
     q = eqq.quantize(jnp.ones((2, 3, 64)), "int4")
-    with pytest.raises(TypeError, match=r"Got a SelectedArray. Its `.taken\(\)` is one"):
+    with pytest.raises(TypeError, match=r"Got a SelectedArray. Its `.gather\(\)` is one"):
         eqq.unpack(eqq.take_layer(q, 0))
     with pytest.raises(TypeError, match=r"Got a LoraArray. Its `.base` is one"):
         eqq.requantize(eqq.loraify({"w": q}, 2, key=jr.key(0))["w"], jnp.ones(q.shape))

@@ -31,8 +31,8 @@ def interpreted(x, q, transpose, **options):
     layout = layout_of(q.format, K)
     options = {"transpose": transpose, "precision": "default", **options}
     can = {"transpose": transpose, "precision": "default", "target": TargetDevice("cuda")}
-    assert pallas_gpu.supports(layout, x.shape[0], N, x.dtype, **can) is None
-    return pallas_gpu.matmul(x, dispatch.pack_arrays(q), layout, interpret=True, **options)
+    assert pallas_gpu.refusal(layout, x.shape[0], N, x.dtype, **can) is None
+    return pallas_gpu.matmul(x, dispatch.as_packed_weight(q), layout, interpret=True, **options)
 
 
 @pytest.mark.parametrize("name, m", kernel_cases())
@@ -57,7 +57,7 @@ def test_rounding_the_table_does_not_add_up(getkey, name, dtype, tol):
     q = eqq.quantize(weights(getkey(), (72, k)), FORMATS[name].format)
     x = (weights(getkey(), (4, k)) + 0.5).astype(dtype)
     layout = layout_of(q.format, k)
-    y = pallas_gpu.matmul(x, dispatch.pack_arrays(q), layout, transpose=False, precision="default", interpret=True)
+    y = pallas_gpu.matmul(x, dispatch.as_packed_weight(q), layout, transpose=False, precision="default", interpret=True)
     assert relative_error(y, np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T) < tol
 
 
@@ -81,7 +81,7 @@ def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
     config = pallas_gpu.Config(16, 64, weight_left=weight_left, split=split)
     layout = layout_of(q.format, k)
     y = pallas_gpu.matmul(
-        x, dispatch.pack_arrays(q), layout, transpose=transpose, precision="highest", config=config, interpret=True
+        x, dispatch.as_packed_weight(q), layout, transpose=transpose, precision="highest", config=config, interpret=True
     )
     dense = np.asarray(q.dequantize(), np.float64)
     assert relative_error(y, np.asarray(x, np.float64) @ (dense if transpose else dense.T)) < 1e-6
@@ -90,7 +90,7 @@ def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
 def test_what_cannot_be_taken():
     layout = lambda format, k=K: layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(
-        pallas_gpu.supports,
+        pallas_gpu.refusal,
         m=1,
         n=8,
         dtype=jnp.bfloat16,
@@ -164,7 +164,7 @@ def groups_of_bytes():
 @pytest.mark.parametrize("name", ["nf4", "int4", "mxfp4", "codebook_16", "int2", "ternary", "binary"])
 def test_lookup_by_permutation(name, dtype):
     layout = layout_of(FORMATS[name].format, K)
-    table = np.asarray(ptx.table_of(layout, dtype, False)).astype(np.uint32)
+    table = np.asarray(ptx.make_table(layout, dtype, False)).astype(np.uint32)
     expected = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
     for plane, four in it.product(range(layout.planes), groups_of_bytes()):
         asm = ptx.lookup_asm(layout.bits, plane)

@@ -27,8 +27,8 @@ def product(getkey, name, m, dtype, transpose, precision):
     x = weights(getkey(), (m, N if transpose else K)).astype(dtype)
     layout = layout_of(format, K)
     options = {"transpose": transpose, "precision": precision}
-    assert pallas_tpu.supports(layout, m, N, x.dtype, target=TargetDevice("tpu"), **options) is None
-    y = pallas_tpu.matmul(x, dispatch.pack_arrays(q), layout, interpret=True, **options)
+    assert pallas_tpu.refusal(layout, m, N, x.dtype, target=TargetDevice("tpu"), **options) is None
+    y = pallas_tpu.matmul(x, dispatch.as_packed_weight(q), layout, interpret=True, **options)
     dense = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
     return y, relative_error(y, expected)
@@ -59,7 +59,7 @@ def test_float32(getkey, name, precision, tol, transpose):
 def test_what_cannot_be_taken():
     layout = lambda format, k=K: layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(
-        pallas_tpu.supports,
+        pallas_tpu.refusal,
         m=1,
         n=8,
         dtype=jnp.bfloat16,

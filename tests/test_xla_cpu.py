@@ -19,7 +19,7 @@ N, K = 40, 1100  # two segments or more of each packing, and a rest
 def product(x, q, transpose):
     layout = layout_of(q.format, q.shape[-1])
     f = lambda x, q: xla_cpu.matmul(
-        x, dispatch.pack_arrays(q), layout, q.dtype, transpose=transpose, precision="highest"
+        x, dispatch.as_packed_weight(q), layout, q.dtype, transpose=transpose, precision="highest"
     )
     return jax.jit(f)(x, q)
 

@@ -2,7 +2,7 @@
 
 A quantized array stands for the float array `decode(codes) * scale`, or `(codes - zero_point) * scale` with a zero
 point, or `decode(codes) * scale + offset` with an offset, in blocks along its *quantized axis*. In memory the quantized
-axis is always last; `axis` is its logical place.
+axis is always last; `axis` is its number in the logical shape.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_a
 from .._numerics.axes import as_axes, as_axis, logical_order
 from .._types import PyTree, ShardingLike
 from .codes import AbstractCodes, is_in_order, row_length
-from .contraction import AbstractOperand, Constraints, Matrices, Options
+from .contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .dense import allow_dense, check_dense
-from .dequantize import bind_dequantize, dense_rows, in_memory_order
+from .dequantize import bind_dequantize, dequantize_rows, in_memory_order
 from .primitive import bind_matmul
 from .sharding import leaf_shardings, logical_sharding
 from .straight_through import value_of
@@ -109,7 +109,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
     def transpose(self, *axes: int | Sequence[int] | None) -> "QuantizedArray":
         """Permutes the logical axes.
 
-        Only relabels the quantized axes; permutes the others in memory.
+        Relabels the quantized axes without moving them; permutes the others in memory.
         """
         order = as_permutation(axes, self.ndim)
         quantized = [a + self.ndim for a in as_axes(self.axis)]
@@ -161,9 +161,9 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
             return self.dequantize()[parts]
         rows, within = split
         selected = jtu.tree_map(lambda leaf: leaf[rows], self)
-        # Rows of a matrix are looked up; a matrix of a stack is a weight.
-        matrices = bool(rows) and isinstance(rows[-1], slice) and rows[-1] == slice(None)
-        with contextlib.nullcontext() if matrices else allow_dense():
+        # `no_dense` allows lookups of rows, but not decoding a matrix of a stack.
+        is_matrix = bool(rows) and isinstance(rows[-1], slice) and rows[-1] == slice(None)
+        with contextlib.nullcontext() if is_matrix else allow_dense():
             return dataclasses.replace(selected, logical_sharding=None).dequantize()[(..., *within)]
 
     def with_sharding(self, sharding: ShardingLike) -> "QuantizedArray":
@@ -237,27 +237,29 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         """For products: the quantized axes stay whole."""
         return Constraints(tuple(axis % self.ndim for axis in as_axes(self.axis)))
 
-    def as_matrices(self, axes: Matrices) -> "QuantizedArray":
-        """For products: the array as matrices, whose rows or columns are the quantized axes."""
-        along = axes.columns == self.constraints.memory
+    def as_matrices(self, axes: MatrixAxes) -> "QuantizedArray":
+        """For products: the array as matrices, with the quantized axes as rows or columns."""
+        contracts_blocks = axes.columns == self.constraints.packed_axes
         batch = [axis for axis in range(self.ndim) if axis - self.ndim not in as_axes(self.axis)]
-        moved = (*axes.front, *(axes.rows if along else axes.columns))
-        order = [batch.index(axis) for axis in (*(a for a in batch if a not in moved), *moved)]
+        chosen = (*axes.front, *(axes.rows if contracts_blocks else axes.columns))
+        order = [batch.index(axis) for axis in (*(a for a in batch if a not in chosen), *chosen)]
         *front, rows, columns = axes.shape(self.shape)
-        shape = (*front, rows if along else columns)
+        shape = (*front, rows if contracts_blocks else columns)
         arrange = lambda leaf: jnp.transpose(leaf, (*order, leaf.ndim - 1)).reshape(*shape, leaf.shape[-1])
         out = jtu.tree_map(arrange, self)
-        return dataclasses.replace(out, axis=-1 if along else -2, lengths=(row_length(self),), logical_sharding=None)
+        return dataclasses.replace(
+            out, axis=-1 if contracts_blocks else -2, lengths=(row_length(self),), logical_sharding=None
+        )
 
     def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
         """For products: `x . self^T` of matrices, by the primitive."""
         return bind_matmul(x, dataclasses.replace(self, axis=-1), options, transpose=self.axis == -2)
 
     def with_dense_weight(self) -> None:
-        """For products: dense ones are plain."""
+        """For products: `None`, since a dense weight is a plain array."""
 
     def _split_of(self, new: tuple[int, ...]) -> int | None:
-        """Returns where `new` splits into batch and quantized axes, or `None` if memory would move."""
+        """Returns how many axes of `new` are batch axes, or `None` if memory would move."""
         batch = self.codes.shape[:-1]
         if not is_in_order(self) or math.prod(new) != self.size:
             return None
@@ -267,7 +269,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         return None
 
     def _split_index(self, index: tuple[Index, ...]) -> tuple[tuple[Index, ...], tuple[Index, ...]] | None:
-        """Splits an index into one of the batch axes and slices of the quantized axes, or `None`."""
+        """Splits an index between batch axes and slices of quantized axes; `None` if it cannot."""
         if not is_in_order(self):
             return None
         consumed = [0 if i is None or i is Ellipsis else _index_rank(i) for i in index]
@@ -294,8 +296,8 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
 
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Array:
-    # XLA on CPU fuses the decoding of bytes with the next operation, so kernels gain nothing there.
-    dense = dense_rows(q) if q.format.bits == 8 else bind_dequantize(in_memory_order(q))
+    # XLA on CPU fuses the decoding of bytes into the next operation, so kernels gain nothing there.
+    dense = dequantize_rows(q) if q.format.bits == 8 else bind_dequantize(in_memory_order(q))
     if q.gradient_of is not None:
         dense = value_of(dense, gradient_of=q.gradient_of.astype(q.dtype))
     return logical_order(dense, as_axes(q.axis), q.lengths)
@@ -339,5 +341,5 @@ def is_quantized(x: PyTree) -> bool:
     return isinstance(x, QuantizedArray)
 
 
-# Annotates arguments that may be any of them: `Float[ArrayOrQuantized, "out in"]`.
+# For annotations: `Float[ArrayOrQuantized, "out in"]`.
 ArrayOrQuantized = jax.Array | AbstractArrayValue

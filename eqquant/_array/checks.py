@@ -26,10 +26,10 @@ from .array import QuantizedArray
 from .value import AbstractArrayValue
 
 
-# Every float dtype rounds by less: bfloat16 by 1/256. Rounding to a power of two is off by up to a half.
-_STORED = 1 / 64
-# Clipping on purpose loses less. An eight-bit scale in a four-bit format clips at a twentieth of the range: more.
-_CLIPPED = 0.75
+# The largest relative error of storing a scale. Float dtypes round by less; a power of two is off by up to a half.
+_MAX_STORE_ERROR = 1 / 64
+# The largest relative error of clipping. Clipping on purpose loses less; an eight-bit scale in a four-bit format more.
+_MAX_CLIP_ERROR = 0.75
 
 
 MethodLike = AbstractMethod | str
@@ -39,7 +39,7 @@ _TRANSFORMS = {"awq": "AWQ", "smoothquant": "SmoothQuant"}
 
 
 def as_method(method: object) -> AbstractMethod:
-    """Returns the method of a name, a method unchanged, or the default for `None`.
+    """Returns a method, given one, its name, or `None` for the default.
 
     **Raises:**
 
@@ -48,7 +48,7 @@ def as_method(method: object) -> AbstractMethod:
     if method is None:
         return AbsMax()
     if isinstance(method, str):
-        return _method_of_name(method)
+        return _find_method(method)
     if isinstance(method, type) and issubclass(method, AbstractMethod):
         raise TypeError(f"`method` must be an instance. Got the class {method.__name__}. Write `{method.__name__}()`.")
     if not isinstance(method, AbstractMethod):
@@ -67,7 +67,7 @@ def as_method(method: object) -> AbstractMethod:
     return method
 
 
-def _method_of_name(name: str) -> AbstractMethod:
+def _find_method(name: str) -> AbstractMethod:
     key = name.lower().replace("-", "_")
     if key in _METHODS:
         return _METHODS[key]()
@@ -98,7 +98,7 @@ def check_quantizable(x: Any, axis: int | Sequence[int], name: str = "`x`") -> t
     """
     if isinstance(x, QuantizedArray):
         raise TypeError(f"{name} is already quantized, to {x.format}. Call `dequantize` first to quantize it again.")
-    x = as_one_array(x, name, "eqq.quantize_tree")
+    x = as_single_array(x, name, "eqq.quantize_tree")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be a floating point array. Got dtype {x.dtype}.")
     if x.ndim == 0:
@@ -118,7 +118,7 @@ def _check_axes(axis: Any, x: Any, name: str) -> tuple[int, ...]:
     return tuple(a % x.ndim - x.ndim for a in axes)
 
 
-def as_one_array(x: Any, name: str, for_trees: str) -> Any:
+def as_single_array(x: Any, name: str, for_trees: str) -> Any:
     """Returns `x` as a JAX array (or struct), or raises and suggests `for_trees`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
@@ -158,8 +158,8 @@ def check_not_masked(x: Any, name: str) -> None:
         )
 
 
-def how_to_get_one(x: object) -> str:
-    """Says where a quantized array is, for errors about `x`, which is not one."""
+def suggest_quantized(x: object) -> str:
+    """Suggests where to get a quantized array, for errors about `x`, which is not one."""
     if isinstance(x, AbstractArrayValue):
         if x.quantized_as:
             return f"Its `.{x.quantized_as}` is one."
@@ -169,7 +169,7 @@ def how_to_get_one(x: object) -> str:
 
 
 def describe_argument(x: object) -> str:
-    """Describes `x` in a few words, since a model prints as a page."""
+    """Describes `x` in a few words, since the repr of a model fills a page."""
     if isinstance(x, AbstractArrayValue):
         return f"a {type(x).__name__}"
     arrays = [leaf for leaf in jtu.tree_leaves(x) if isinstance(leaf, (jax.Array, np.ndarray))]
@@ -196,17 +196,17 @@ def is_known_not_finite(x: Array) -> bool:
     if isinstance(x, jax.core.Tracer):
         return False
     with jax.ensure_compile_time_eval():  # `x` may be a constant inside a traced function
-        here = isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 and explicit_mesh(x) is None
-        if here and x.ndim > 0 and x.size > 0 and x.dtype == jnp.float32:
-            # A mark for each row: XLA takes longer to compile their reduction to one value than all the rest.
-            marks = _marks(x)
+        on_one_device = isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 and explicit_mesh(x) is None
+        if on_one_device and x.ndim > 0 and x.size > 0 and x.dtype == jnp.float32:
+            # A mark for each row: XLA is slow to compile their reduction to one value.
+            marks = _mark_rows(x)
             # Inside `shard_map` values computed from constants are traced too.
             return not isinstance(marks, jax.core.Tracer) and bool(np.asarray(marks).any())
         return not bool(_all_finite(x))
 
 
 @jax.jit
-def _marks(x: Array) -> Array:
+def _mark_rows(x: Array) -> Array:
     return jnp.isnan(not_finite(x[None]))  # not NaN itself, at which `jax.debug_nans` would stop
 
 
@@ -218,7 +218,7 @@ def _all_finite(x: Array) -> Array:
 def check_given_scales(
     x: Any, format: AbstractFormat, axes: tuple[int, ...], scale: Any, zero_point: Any
 ) -> GivenScales | None:
-    """Checks the scales and zero points of a caller, and broadcasts them to `(*batch, blocks)`."""
+    """Checks given scales and zero points, and broadcasts them to `(*batch, blocks)`."""
     if scale is None:
         if zero_point is not None:
             raise ValueError("`zero_point` must come with `scale`. Got it alone. Pass both, or neither.")
@@ -244,14 +244,14 @@ def check_given_scales(
     check_parameters(scale, zero_point, format)
     given = GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
     if not any(isinstance(a, jax.core.Tracer) for a in (x, scale, zero_point)):
-        _check_suits(given, memory_order(x, axes), format)
+        _check_fit(given, memory_order(x, axes), format)
     return given
 
 
 def check_parameters(scale: Array, zero_point: Array | None, format: AbstractFormat) -> None:
     """Raises for scales that are not finite floats, and zero points that are not codes.
 
-    Skips traced values.
+    Does not check traced values.
     """
     if not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(f"`scale` must be floating point. Got dtype {scale.dtype}.")
@@ -276,25 +276,26 @@ def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:
         ) from None
 
 
-def _check_suits(given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat) -> None:
-    """Raises for scales that the format cannot store, or that are surely for another format."""
+def _check_fit(given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat) -> None:
+    """Raises for scales that the format cannot store, or that fit another format."""
     with jax.ensure_compile_time_eval():
-        unstored, clipped = float(_store_error(given.scale, format)), float(_clip_error(given, rows, format))
-    if unstored > _STORED:
+        store_error = float(_measure_store_error(given.scale, format))
+        clip_error = float(_measure_clip_error(given, rows, format))
+    if store_error > _MAX_STORE_ERROR:
         kind = "a power of two" if format.scale_dtype == "e8m0" else f"in the range of {format.scale_dtype}"
         raise ValueError(
-            f"`scale` must be {kind}, as {format!r} stores it. Got one that would be off by {unstored:.1%}. Calibrate "
-            "for this format, or round the scale first."
+            f"`scale` must be {kind}, as {format!r} stores it. Got one that would be off by {store_error:.1%}. "
+            "Calibrate for this format, or round the scale first."
         )
-    if clipped > _CLIPPED:
+    if clip_error > _MAX_CLIP_ERROR:
         raise ValueError(
             f"`scale` must suit the values and {format!r}. Got one whose clipping alone makes a relative error of "
-            f"{clipped:.3f}. Calibrate for this format: a scale for one of more bits is smaller."
+            f"{clip_error:.3f}. Calibrate for this format: a scale for one of more bits is smaller."
         )
 
 
 @ft.partial(jax.jit, static_argnums=1)
-def _store_error(scale: Float32[Array, "*batch blocks"], format: AbstractFormat) -> Float32[Array, ""]:
+def _measure_store_error(scale: Float32[Array, "*batch blocks"], format: AbstractFormat) -> Float32[Array, ""]:
     """Returns the largest relative error of storing the scales; ignores scales below 1e-30."""
     if format.scale_format is not None:
         return jnp.float32(0)
@@ -303,11 +304,13 @@ def _store_error(scale: Float32[Array, "*batch blocks"], format: AbstractFormat)
 
 
 @ft.partial(jax.jit, static_argnums=2)
-def _clip_error(given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat) -> Float32[Array, ""]:
+def _measure_clip_error(
+    given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat
+) -> Float32[Array, ""]:
     """Returns the relative error (L2) of clipping."""
     rows = rows.astype(jnp.float32)
-    size = jnp.max(jnp.abs(rows), initial=0)  # as a unit, it keeps squares from overflowing
-    units = lambda x: divide(x, jnp.broadcast_to(size, x.shape))
+    amax = jnp.max(jnp.abs(rows), initial=0)
+    units = lambda x: divide(x, jnp.broadcast_to(amax, x.shape))  # so that squares do not overflow
     levels, used = levels_of(format)
     zero = jnp.float32(0) if given.zero_point is None else given.zero_point.astype(jnp.float32)
     ends = [(jnp.float32(end) - zero) * units(given.scale) for end in (levels[used].min(), levels[used].max())]

@@ -20,10 +20,7 @@ from .value import AbstractArrayValue
 
 
 class AbstractCodes(AbstractArrayValue):
-    """An array of codes in blocks along its quantized axis, which is last in memory.
-
-    `QuantizedArray` is the only one.
-    """
+    """The fields of `QuantizedArray`, its only subclass. The quantized axis is last in memory."""
 
     codes: UInt8[Array, "*batch bytes"]
     """The packed codes: uint8 of shape `(*batch, bytes)`, the quantized axis last. Codes of 4, 2 or 1 bits share bytes;
@@ -51,10 +48,7 @@ class AbstractCodes(AbstractArrayValue):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape, derived from the stored arrays.
-
-        So it is right under every transformation.
-        """
+        """The logical shape, derived from the stored arrays, so that transformations keep it right."""
         self._check_leaves()
         if self.ndim < -min(as_axes(self.axis)):
             raise ValueError(
@@ -106,10 +100,7 @@ class AbstractCodes(AbstractArrayValue):
         return None if self.offset_bits is None else self._floats(self.offset_bits)
 
     def _check_leaves(self) -> None:
-        """Raises if a leaf is no longer an unsigned integer.
-
-        Dtypes are static, so this costs nothing in `jit`.
-        """
+        """Raises if a leaf is no longer an unsigned integer. Costs nothing under `jit`."""
         if self.codes is None:
             raise ValueError(
                 "A quantized array must hold its codes. Got one without: a filter for floats, such as "
@@ -156,5 +147,5 @@ def row_length(q: AbstractCodes) -> int:
 
 
 def is_in_order(q: AbstractCodes) -> bool:
-    """Returns whether memory order is logical order: the quantized axes are the last ones."""
+    """Returns whether memory order is logical order: the quantized axes come last."""
     return as_axes(q.axis) == tuple(range(-len(q.lengths), 0))

@@ -1,8 +1,8 @@
 """Reduces every product with a quantized array to `x(*batch, m, k) . w(*batch, n, k)^T`.
 
-`@` and the shapes of `jnp.matmul` become names of axes, as in an einsum; so do the dimension numbers of
-`jax.lax.dot_general`, in `_matmul/quax_rules.py`. The operands that have a name decide the role of its axis. Only this
-file rearranges shapes: a class of arrays implements one product of matrices, `AbstractOperand.linear`.
+`@` and `jnp.matmul` become an einsum, with a name for each axis; so does `jax.lax.dot_general`, in
+`_matmul/quax_rules.py`. Which operands have a name decides the role of its axis. Only this file rearranges shapes: a
+class of arrays implements one product of matrices, `AbstractOperand.linear`.
 """
 
 import abc
@@ -27,11 +27,11 @@ from .._mesh import as_spec, explicit_mesh, in_auto_mode, Names, names_in
 
 
 Axes = Sequence[Hashable]  # the names of the axes of an array
-Length: TypeAlias = Any  # of an axis: an integer, or a symbol in a program that is exported for any number of rows
+Length: TypeAlias = Any  # the length of an axis: an integer, or a symbol in an exported program
 
 
 class Options(NamedTuple):
-    """The options of a product, among them `precision` and `implementation` of `matmul`."""
+    """The options of a product."""
 
     precision: PrecisionLike = None
     implementation: str | None = None
@@ -40,20 +40,17 @@ class Options(NamedTuple):
 
 
 class Constraints(NamedTuple):
-    """Which axes of a weight a product may merge, by their numbers."""
+    """The axes of a weight that a product may not merge freely, by number."""
 
-    # Axes that lie in memory in this order, and become all of the rows or all of the columns of matrices; `None` if
-    # any axes may be merged.
-    memory: tuple[int, ...] | None
-    stack: int = 0  # how many leading axes always stay axes of a batch
-    single: tuple[int, ...] = ()  # axes that become rows or columns alone
+    # The axes along which codes are packed, in memory order. Together they become the rows of matrices, or the columns.
+    # `None` if no codes are packed.
+    packed_axes: tuple[int, ...] | None
+    stack: int = 0  # how many leading axes always stay batch axes
+    unmerged: tuple[int, ...] = ()  # axes that become rows or columns on their own
 
 
-class Matrices(NamedTuple):
-    """The axes that become the axes of matrices `(*front, rows, columns)`.
-
-    Other axes have length one.
-    """
+class MatrixAxes(NamedTuple):
+    """The axes of an array that become `(*front, rows, columns)`. Other axes have length one."""
 
     front: tuple[int, ...]
     rows: tuple[int, ...]
@@ -66,8 +63,8 @@ class Matrices(NamedTuple):
 
     def order(self, ndim: int) -> tuple[int, ...]:
         """Returns all axes in the order of the matrices, axes of length one first."""
-        moved = (*self.front, *self.rows, *self.columns)
-        return (*(axis for axis in range(ndim) if axis not in moved), *moved)
+        chosen = (*self.front, *self.rows, *self.columns)
+        return (*(axis for axis in range(ndim) if axis not in chosen), *chosen)
 
 
 class AbstractRowsLike(eqx.Module):
@@ -81,11 +78,11 @@ class AbstractRowsLike(eqx.Module):
 class AbstractOperand(eqx.Module):
     """The interface of arrays that `contract` multiplies.
 
-    `linear` is for matrices: arrays `(*batch, n, k)`, as `as_matrices` returns them.
+    `linear` multiplies matrices `(*batch, n, k)`, as `as_matrices` returns them.
     """
 
-    holds_codes: ClassVar[bool] = False  # whether it may stand in the place of `x`, with its codes
-    observes: ClassVar[bool] = False  # whether it only watches the array within, whose errors stay as they are
+    holds_codes: ClassVar[bool] = False  # whether products can multiply it as `x` by its codes
+    observes: ClassVar[bool] = False  # whether it only observes another array, which then raises its own errors
 
     @property
     @abc.abstractmethod
@@ -113,10 +110,10 @@ class AbstractOperand(eqx.Module):
     @property
     @abc.abstractmethod
     def constraints(self) -> Constraints:
-        """Which axes a product may merge."""
+        """The axes that a product may not merge freely."""
 
     @abc.abstractmethod
-    def as_matrices(self, axes: Matrices) -> "AbstractOperand | Array":
+    def as_matrices(self, axes: MatrixAxes) -> "AbstractOperand | Array":
         """Returns the array as `(*front, rows, columns)`. `axes` satisfies the constraints."""
 
     @abc.abstractmethod
@@ -125,14 +122,14 @@ class AbstractOperand(eqx.Module):
 
     @abc.abstractmethod
     def with_dense_weight(self) -> "AbstractOperand | None":
-        """Returns the array with a dense weight, or `None` if it then multiplies as a dense array."""
+        """Returns the array with its weight dequantized, or `None` if that is a plain array."""
 
 
 Operand: TypeAlias = Array | AbstractOperand
 
 
 def linear(w: Operand, x: Operand, options: Options) -> Float[Array, "*batch m n"]:
-    """Returns `x(*batch, m, k) . w(*batch, n, k)^T`, for floats or an array of ours."""
+    """Returns `x(*batch, m, k) . w(*batch, n, k)^T`, for floats or an `AbstractOperand`."""
     if isinstance(w, AbstractOperand):
         return w.linear(x, options)
     if options.implementation is not None:
@@ -145,19 +142,19 @@ def linear(w: Operand, x: Operand, options: Options) -> Float[Array, "*batch m n
 
 
 def as_floats(x: ArrayLike | AbstractOperand | AbstractRowsLike) -> Array:
-    """Returns the values of an operand."""
+    """Returns an operand as floats."""
     return x.dequantize() if isinstance(x, AbstractOperand | AbstractRowsLike) else jnp.asarray(x)
 
 
-def as_matrices(w: Operand, axes: Matrices) -> Operand:
-    """Returns an array as `(*front, rows, columns)`, for floats or an array of ours."""
+def as_matrices(w: Operand, axes: MatrixAxes) -> Operand:
+    """Returns floats or an `AbstractOperand` as `(*front, rows, columns)`."""
     if isinstance(w, AbstractOperand):
         return w.as_matrices(axes)
     return jnp.transpose(w, axes.order(w.ndim)).reshape(axes.shape(w.shape))
 
 
-def constraints_of(w: Operand) -> Constraints:
-    """Returns which axes of an array a product may merge."""
+def get_constraints(w: Operand) -> Constraints:
+    """Returns the constraints of an operand; floats have none."""
     return w.constraints if isinstance(w, AbstractOperand) else Constraints(None)
 
 
@@ -201,22 +198,22 @@ def matmul(
 
 
 def matmul_with(x: ArrayLike | AbstractOperand, w: ArrayLike | AbstractOperand, options: Options = Options()) -> Array:
-    """As `matmul`, with all options."""
+    """Computes `x @ w` with all options."""
     first, second = (a if isinstance(a, AbstractOperand) else jnp.asarray(a) for a in (x, w))
     weight, other = (second, first) if isinstance(second, AbstractOperand) else (first, second)
     name = options.implementation
     if isinstance(weight, AbstractOperand) and other.ndim > 0 and _lengths_agree(first, second, weight):
         _check_closure(weight, other)
         batch = jnp.broadcast_shapes(first.shape[:-2], second.shape[:-2])
-        # Batch axes broadcast from the end, so their names are their places from the end.
-        named = lambda ndim, last: (*range(-ndim, -2), *last) if ndim > 1 else ("k",)
-        first_axes, second_axes = named(first.ndim, "mk"), named(second.ndim, "kn")
+        # Batch axes broadcast from the end, so negative numbers are their names.
+        name_axes = lambda ndim, last: (*range(-ndim, -2), *last) if ndim > 1 else ("k",)
+        first_axes, second_axes = name_axes(first.ndim, "mk"), name_axes(second.ndim, "kn")
         out_axes = (*range(-len(batch) - 2, -2), *(axis for axis in "mn" if axis in (*first_axes, *second_axes)))
         x_axes, w_axes = (second_axes, first_axes) if weight is first else (first_axes, second_axes)
         y = contract(other, weight, x_axes, w_axes, out_axes, options)
         if y is not None:
             return y
-        if name is not None and weight.constraints.memory is not None:
+        if name is not None and weight.constraints.packed_axes is not None:
             raise ValueError(
                 "`implementation` is for products over or along the quantized axis. Got "
                 f"{name!r}, {weight!r} and {other.dtype}{list(other.shape)}. Without it the product is dense."
@@ -234,14 +231,12 @@ def contract(
     out_axes: Axes,
     options: Options = Options(),
 ) -> Inexact[Array, "..."] | None:
-    """Returns the sum of products over the axes that `out_axes` leaves out.
-
-    Computes it as a product of matrices.
+    """Contracts the axes that `out_axes` leaves out, as a product of matrices.
 
     **Arguments:**
 
-    - `x`: a dense array, or an array of ours. If it is not quantized along the sum, it is dequantized.
-    - `w`: an array of ours.
+    - `x`: a dense array, or an `AbstractOperand`, which is dequantized unless its blocks run along the sum.
+    - `w`: an `AbstractOperand`.
     - `x_axes`, `w_axes`, `out_axes`: the names of the axes of each and of the result. Axes of length one are broadcast.
 
     **Returns:**
@@ -249,10 +244,10 @@ def contract(
     An array; or `None` if the product must be dense: the sum runs over only part of the quantized axes, or over no
     axis.
     """
-    form = _form_of(x, w, x_axes, w_axes, out_axes)
+    form = _find_form(x, w, x_axes, w_axes, out_axes)
     if form is None:
         decoded = w.with_dense_weight()
-        if decoded is None or (form := _form_of(x, decoded, x_axes, w_axes, out_axes)) is None:
+        if decoded is None or (form := _find_form(x, decoded, x_axes, w_axes, out_axes)) is None:
             return None
         w = decoded
     if isinstance(x, AbstractOperand) and not (x.holds_codes and form.matches_codes(x)):
@@ -264,47 +259,47 @@ def contract(
     product = ft.partial(_product, form, options)
     mesh = explicit_mesh(x, w)
     if mesh is not None:
-        product = in_auto_mode(product, NamedSharding(mesh, _result_spec(form, x, w)))
+        product = in_auto_mode(product, NamedSharding(mesh, _find_result_spec(form, x, w)))
     return product(x, w)
 
 
-class _Form(NamedTuple):
-    """The names of axes by their role in `x(*front, m, k) . w(*front, n, k)^T`."""
+class _MatmulForm(NamedTuple):
+    """The axes of a contraction by their role in `x(*front, m, k) . w(*front, n, k)^T`."""
 
     x_axes: Axes
     w_axes: Axes
     out_axes: Axes
     size: Mapping[Hashable, Length]
-    front: Axes  # of the weight: batch axes, the axes of a stack first
-    m: Axes  # of `x` alone
-    n: Axes  # of the weight alone
-    k: Axes  # contracted
-    summed: Axes  # of `front`, over which the result is summed
+    front: Axes  # batch axes of the weight, the axes of a stack first
+    m: Axes  # axes of `x` alone
+    n: Axes  # axes of the weight alone
+    k: Axes  # contracted axes
+    summed: Axes  # axes of `front` over which the result is summed
 
     def sizes(self, names: Iterable[Hashable]) -> list[Length]:
         return [self.size[name] for name in names]
 
-    def matrices(self, axes: Axes, rows: Axes) -> Matrices:
-        """Returns which axes of an operand become the axes of its matrices."""
+    def matrices(self, axes: Axes, rows: Axes) -> MatrixAxes:
+        """Returns the axes of an operand that become axes of its matrices."""
         numbers = lambda names: tuple(list(axes).index(name) for name in names if name in axes)
-        return Matrices(numbers(self.front), numbers(rows), numbers(self.k))
+        return MatrixAxes(numbers(self.front), numbers(rows), numbers(self.k))
 
     def matches_codes(self, x: AbstractOperand) -> bool:
-        """Returns whether the sum runs along the blocks of `x`, which has a matrix for each weight."""
-        memory = [self.x_axes[axis] for axis in x.constraints.memory or ()]
-        return memory == list(self.k) and all(name in self.x_axes for name in self.front)
+        """Returns whether the sum runs along the blocks of `x`, with a matrix for each weight."""
+        packed = [self.x_axes[axis] for axis in x.constraints.packed_axes or ()]
+        return packed == list(self.k) and all(name in self.x_axes for name in self.front)
 
 
-def _form_of(x: Operand, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: Axes) -> _Form | None:
-    memory, stack, single = w.constraints
+def _find_form(x: Operand, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: Axes) -> _MatmulForm | None:
+    packed_axes, stack, unmerged_axes = w.constraints
     size: dict[Hashable, Length] = {}
     for name, length in (*zip(w_axes, w.shape, strict=True), *zip(x_axes, x.shape, strict=True)):
         size[name] = length if size.get(name, 1) == 1 else size[name]
     contracts = any(name in x_axes and name not in out_axes for name in w_axes)
-    alone = [w_axes[axis] for axis in single]
-    inside = [] if memory is None else [w_axes[axis] for axis in memory]
+    unmerged = [w_axes[axis] for axis in unmerged_axes]
+    packed = [] if packed_axes is None else [w_axes[axis] for axis in packed_axes]
     # Drop axes of length one that may be dropped: the matching axis of `x`, if any, becomes rows.
-    w_long = [name for name, n in zip(w_axes, w.shape, strict=True) if n != 1 or name in inside or name in alone]
+    w_long = [name for name, n in zip(w_axes, w.shape, strict=True) if n != 1 or name in packed or name in unmerged]
     x_long = [name for name, n in zip(x_axes, x.shape, strict=True) if n == size[name]]
     front = [name for name in w_axes[:stack] if name in w_long]
     contracted = [name for name in w_long if name in x_axes and name not in out_axes]
@@ -313,54 +308,55 @@ def _form_of(x: Operand, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axe
     k = [name for name in contracted if name not in front]
     free = [name for name in w_long if name not in front and name not in k]
     m = [name for name in x_long if name in out_axes and name not in front and name not in free]
-    if memory is None:
-        inside = k
+    if packed_axes is None:
+        packed = k
         if not k or w.ndim < 2:
             return None
-    if inside and set(inside) < set(k):  # the sum also runs over matrices, such as experts: one product for each
-        matrices = [name for name in k if name not in inside]
-        front, summed, k = [*front, *matrices], [*summed, *matrices], list(inside)
-    if set(inside) == set(k):  # the sum runs along the blocks, and all free axes of the weight are its rows
-        n, k = free, inside
-    elif contracts and all(name in free for name in inside):
+    if packed and set(packed) < set(k):  # the sum also runs over matrices, such as experts: one product for each
+        matrices = [name for name in k if name not in packed]
+        front, summed, k = [*front, *matrices], [*summed, *matrices], list(packed)
+    if set(packed) == set(k):  # the sum runs along the blocks, and all free axes of the weight are its rows
+        n, k = free, packed
+    elif contracts and all(name in free for name in packed):
         # The sum runs across the blocks. `x` is copied along the other free axes.
-        n, copied = inside, [name for name in free if name not in inside]
-        if copied and _product_of(size, m) > _product_of(size, inside):
+        n, copied = packed, [name for name in free if name not in packed]
+        if copied and _multiply_lengths(size, m) > _multiply_lengths(size, packed):
             return None  # the copies would take more memory than a dense weight
         front += copied
     else:
         return None
-    if any(list(side) != [name] for name in alone for side in (n, k) if name in side) or set(alone) - {*n, *k}:
+    if any(list(side) != [name] for name in unmerged for side in (n, k) if name in side) or set(unmerged) - {*n, *k}:
         return None
-    return _Form(x_axes, w_axes, out_axes, size, front, m, n, k, summed)
+    return _MatmulForm(x_axes, w_axes, out_axes, size, front, m, n, k, summed)
 
 
-def _product_of(size: Mapping[Hashable, Length], names: Axes) -> int:
+def _multiply_lengths(size: Mapping[Hashable, Length], names: Axes) -> int:
     lengths = [size[name] for name in names]
     return math.prod(lengths) if all(isinstance(n, int) for n in lengths) else 0  # symbolic lengths
 
 
-def _product(form: _Form, options: Options, x: Operand, w: AbstractOperand) -> Float[Array, "..."]:
+def _product(form: _MatmulForm, options: Options, x: Operand, w: AbstractOperand) -> Float[Array, "..."]:
     front, m, k = form.sizes(form.front), math.prod(form.sizes(form.m)), math.prod(form.sizes(form.k))
-    # A matrix whose rows lie last in memory is transposed by one `swapaxes`, which XLA can cancel against another.
+    # A matrix that memory holds by columns is transposed by one `swapaxes`, which XLA can cancel against another.
     sides = (*form.m, *form.k, *form.n)
     last = lambda axes: next((name for name in reversed(axes) if name in sides), None)
-    coded = isinstance(x, AbstractOperand)
-    x_by_columns, y_by_columns = not coded and last(form.x_axes) in form.m, last(form.out_axes) in form.m
-    turn = lambda a, by_columns: jnp.swapaxes(a, -1, -2) if by_columns else a
+    x_is_quantized = isinstance(x, AbstractOperand)
+    x_by_columns, y_by_columns = not x_is_quantized and last(form.x_axes) in form.m, last(form.out_axes) in form.m
+    transpose_if = lambda by_columns, a: jnp.swapaxes(a, -1, -2) if by_columns else a
 
-    if coded:
+    if x_is_quantized:
         x = x.as_matrices(form.matrices(form.x_axes, form.m))
     else:
         inner, shape = ((*form.k, *form.m), (k, m)) if x_by_columns else ((*form.m, *form.k), (m, k))
         lengths = dict(zip(form.x_axes, x.shape, strict=True))
-        own = [lengths.get(name, 1) for name in form.front]
-        x = _permute(x, form.x_axes, (*form.front, *inner)).reshape(*own, *shape)
-        x = jnp.broadcast_to(turn(x, x_by_columns), (*front, m, k))
+        x_front = [lengths.get(name, 1) for name in form.front]
+        x = _permute(x, form.x_axes, (*form.front, *inner)).reshape(*x_front, *shape)
+        x = jnp.broadcast_to(transpose_if(x_by_columns, x), (*front, m, k))
 
     weight = w.as_matrices(form.matrices(form.w_axes, form.n))
     product = weight.linear if isinstance(weight, AbstractOperand) else ft.partial(linear, weight)
-    y = turn(product(x, options._replace(by_columns=(x_by_columns, y_by_columns))), y_by_columns)
+    y = product(x, options._replace(by_columns=(x_by_columns, y_by_columns)))
+    y = transpose_if(y_by_columns, y)
     y_axes = (*form.front, *((*form.n, *form.m) if y_by_columns else (*form.m, *form.n)))
     y = y.reshape(form.sizes(y_axes))
     if form.summed:
@@ -370,26 +366,20 @@ def _product(form: _Form, options: Options, x: Operand, w: AbstractOperand) -> F
 
 
 def _permute(x: Array, names: Axes, wanted: Axes) -> Array:
-    """Permutes axes to the order `wanted`.
-
-    Unwanted axes, of length one, come first; ignores names that `x` lacks.
-    """
+    """Permutes axes to the order `wanted`, after unwanted axes, which have length one."""
     names, wanted = list(names), list(wanted)
     order = [axis for axis, name in enumerate(names) if name not in wanted]
     return jnp.transpose(x, (*order, *(names.index(name) for name in wanted if name in names)))
 
 
-def _result_spec(form: _Form, x: Operand, w: AbstractOperand) -> PartitionSpec:
-    """Returns the spec of the result on an explicit mesh.
-
-    The axes that divide `x` come first, then the remaining ones of `w`.
-    """
+def _find_result_spec(form: _MatmulForm, x: Operand, w: AbstractOperand) -> PartitionSpec:
+    """Returns the spec of the result on an explicit mesh: of `x` first, then of `w`."""
     x_names, w_names = (_mesh_axes(a) for a in (x, w))
     divided = {name: by for name, by in zip(form.x_axes, x_names, strict=True) if name in form.out_axes}
-    taken = {axis for by in divided.values() for axis in by}
+    used = {axis for by in divided.values() for axis in by}
     for name, by in zip(form.w_axes, w_names, strict=True):
         if not divided.get(name):
-            divided[name] = tuple(axis for axis in by if axis not in taken)
+            divided[name] = tuple(axis for axis in by if axis not in used)
     return as_spec([divided[name] for name in form.out_axes])
 
 
@@ -400,14 +390,11 @@ def _mesh_axes(a: Operand) -> Sequence[Names]:
 
 
 def _lengths_agree(first: Operand, second: Operand, weight: AbstractOperand) -> bool:
-    """Returns whether contracted lengths agree, and raises if a quantized array differs.
-
-    For floats, JAX has the better error.
-    """
+    """Returns whether contracted lengths agree; raises if they differ for a quantized array."""
     left, right = first.shape[-1:], second.shape[-2:-1] or second.shape[-1:]
     if left == right:
         return True
-    if weight.ndim == 0 or (weight.observes and weight.constraints.memory is None):
+    if weight.ndim == 0 or (weight.observes and weight.constraints.packed_axes is None):
         return False
     flipped, is_first = "q.T" if weight.ndim == 2 else "q.mT", weight is first
     fits = weight.ndim > 1 and (weight.shape[-2:-1] == right if is_first else weight.shape[-1:] == left)
@@ -419,7 +406,7 @@ def _lengths_agree(first: Operand, second: Operand, weight: AbstractOperand) -> 
 
 
 def _check_closure(q: AbstractOperand, x: Operand) -> None:
-    """Warns if a `scan` goes over the biases of stacked layers, but not over their weights."""
+    """Warns if a `scan` maps over the biases of stacked layers, but not over their weights."""
     leaf = jtu.tree_leaves(q)[0]
     if isinstance(x, jax.Array) and x.ndim == 1 and q.ndim > 2 and _compat.is_constant_of_trace(leaf, x):
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Which decoding of weights `no_dense` refuses, and which it allows."""
+"""Calls a function with every weight that is dequantized whole: what `no_dense` refuses."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,10 +11,7 @@ _refuse: ContextVar[Callable[[AbstractOperand], None] | None] = ContextVar("refu
 
 
 def check_dense(q: AbstractOperand) -> None:
-    """Tells `refuse_dense` of an array that is about to be decoded.
-
-    Inside it, more than a row goes to the function given there.
-    """
+    """Reports an array that is about to be dequantized, unless it is a row, to `refuse_dense`."""
     refuse = _refuse.get()
     if refuse is not None and sum(length != 1 for length in q.shape) > 1:
         refuse(q)
@@ -22,7 +19,7 @@ def check_dense(q: AbstractOperand) -> None:
 
 @contextlib.contextmanager
 def refuse_dense(refuse: Callable[[AbstractOperand], None] | None) -> Iterator[None]:
-    """Calls a function with every array that is decoded whole, or none."""
+    """Calls `refuse` with every array that is dequantized inside; `None` allows all."""
     token = _refuse.set(refuse)
     try:
         yield
@@ -31,8 +28,8 @@ def refuse_dense(refuse: Callable[[AbstractOperand], None] | None) -> Iterator[N
 
 
 def allow_dense() -> contextlib.AbstractContextManager[None]:
-    """Allows decoding inside `refuse_dense`.
+    """Allows dequantization inside `refuse_dense`.
 
-    Use it to decode activations, scales, rows of a lookup, and weights in an implementation of the product.
+    For activations, scales, rows of a lookup, and weights in an implementation of the product.
     """
     return refuse_dense(None)

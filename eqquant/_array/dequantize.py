@@ -1,8 +1,7 @@
-"""Dequantizing, as a JAX primitive: `decode(codes) * scale`.
+"""Dequantization as a JAX primitive: `decode(codes) * scale`.
 
-On CPU native code decodes codes of fewer than eight bits several times faster than XLA, whose loop handles one code at
-a time. Everywhere else it is operations of XLA: on other platforms, in exported programs, and where the compiler
-divides the array among devices.
+On CPU, native code decodes codes of fewer than eight bits several times faster than XLA, whose loop decodes one code at
+a time. XLA decodes on other platforms, in exported programs, and where the compiler partitions the array.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from jaxtyping import Array, Float, Float32, UInt, UInt8
 from .. import _compat
 from .._formats.layout import has_nested_scales, layout_of, nested_scale_kind
 from .._native import calls
-from .._native.layout import Stored
+from .._native.layout import StoredWeight
 from .._native.lowering import lower_on_cpu
 from .._numerics import packing
 from .._numerics.blocks import dequantize_blocks
@@ -37,7 +36,7 @@ dequantize_p = jax.extend.core.Primitive("dequantize")
 
 
 def bind_dequantize(q: AbstractCodes) -> Float[Array, "*batch length"]:
-    """Returns the values of an array in memory order: its last axis is the only quantized one."""
+    """Dequantizes an array in memory order, whose last axis is the only quantized one."""
     leaves, tree = jtu.tree_flatten(_compat.vary_alike(q))
     return dequantize_p.bind(*leaves, tree=tree)
 
@@ -53,41 +52,41 @@ def clips(q: AbstractCodes) -> bool:
     return shifts or q.format.scale_format is not None or q.dtype == jnp.float16
 
 
-def dense_rows(q: AbstractCodes) -> Float[Array, "*batch length"]:
-    """Dequantizes by operations of XLA, and leaves the quantized axis last."""
+def dequantize_rows(q: AbstractCodes) -> Float[Array, "*batch length"]:
+    """Dequantizes by operations of XLA, with the quantized axis last."""
     values = q.format.decode(packing.unpack(q.codes, q.format.bits, row_length(q)))
     dense = dequantize_blocks(values, q.scale, q.zero_point, q.offset, q.format.block_size)
     if clips(q):
-        # The outermost level may lie half a step beyond the range, and rounding may enlarge a scale; both may overflow.
+        # A level may lie half a step beyond the range, and rounding may enlarge a scale. Both may overflow.
         dense = clip_finite(dense, q.dtype)
     return dense.astype(q.dtype)
 
 
-def has_plain_scales(q: AbstractCodes) -> bool:
-    """Returns whether an array, or a shard, holds decoded scales that its format quantizes."""
+def has_decoded_scales(q: AbstractCodes) -> bool:
+    """Returns whether scales are floats although the format quantizes them, as in a shard."""
     return q.format.scale_format is not None and not isinstance(q.scale_bits, AbstractCodes)
 
 
-def stored_codes(q: AbstractCodes) -> Stored:
-    """Returns the arrays of a weight for native kernels. Decodes scales of scales of scales."""
-    (scale, row_scale), nested = split_scales(q), has_nested_scales(q.format)
+def as_stored(q: AbstractCodes) -> StoredWeight:
+    """Returns the arrays of a weight for native kernels. Decodes doubly nested scales."""
+    (scale, row_scale), nested = split_row_scale(q), has_nested_scales(q.format)
 
     def bits_and_codes(x: _Scales) -> tuple[UInt[Array, "*batch blocks"], UInt8[Array, "*batch bytes"] | None]:
-        return (x.scale_bits, x.codes) if nested and isinstance(x, AbstractCodes) else (plain_bits(x), None)  # pyright: ignore[reportReturnType]
+        return (x.scale_bits, x.codes) if nested and isinstance(x, AbstractCodes) else (as_scale_bits(x), None)  # pyright: ignore[reportReturnType]
 
     scale_bits, scale_codes = bits_and_codes(scale)
     offset, offset_codes = (None, None) if q.offset_bits is None else bits_and_codes(q.offset_bits)
-    return Stored(q.codes, scale_bits, row_scale, q.zero_point_bits, scale_codes, offset, offset_codes)
+    return StoredWeight(q.codes, scale_bits, row_scale, q.zero_point_bits, scale_codes, offset, offset_codes)
 
 
-def plain_bits(scale: _Scales) -> UInt[Array, "*batch blocks"]:
-    """Returns the bits of scales or offsets; for quantized ones, of their float32 values."""
+def as_scale_bits(scale: _Scales) -> UInt[Array, "*batch blocks"]:
+    """Returns the bits of scales or offsets; quantized ones are decoded to float32."""
     with allow_dense():
         return scale_to_bits(scale.dequantize(), "float32") if isinstance(scale, AbstractCodes) else scale
 
 
-def split_scales(q: AbstractCodes) -> tuple[_Scales, Float32[Array, "*batch 1"] | None]:
-    """Returns the scales of a weight, and one factor per row if they are small floats."""
+def split_row_scale(q: AbstractCodes) -> tuple[_Scales, Float32[Array, "*batch 1"] | None]:
+    """Splits scales that are small floats into their codes and a per-channel factor."""
     scale = q.scale_bits
     if isinstance(scale, AbstractCodes) and nested_scale_kind(q.format, row_length(q)) is not None:
         return scale.codes, scale.scale
@@ -100,15 +99,15 @@ def _abstract(*args: jax.core.ShapedArray, tree: PyTreeDef) -> jax.core.ShapedAr
 
 
 def _by_xla(*args: Array, tree: PyTreeDef) -> Array:
-    return dense_rows(jtu.tree_unflatten(tree, args))
+    return dequantize_rows(jtu.tree_unflatten(tree, args))
 
 
 def _native(*args: Array, tree: PyTreeDef) -> Array:
     q: AbstractCodes = jtu.tree_unflatten(tree, args)
-    layout = layout_of(q.format, row_length(q), has_plain_scales(q))
+    layout = layout_of(q.format, row_length(q), has_decoded_scales(q))
     if calls.why_not_decode(layout, q.dtype) is not None or q.size == 0:
-        return dense_rows(q)
-    return calls.decode(stored_codes(q), layout, q.dtype, clip=clips(q))
+        return dequantize_rows(q)
+    return calls.decode(as_stored(q), layout, q.dtype, clip=clips(q))
 
 
 dequantize_p.def_abstract_eval(_abstract)

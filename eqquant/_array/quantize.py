@@ -1,4 +1,4 @@
-"""`quantize`, `requantize`, `dequantize` and `unpack`: for a single array."""
+"""`quantize`, `requantize`, `dequantize` and `unpack`, for a single array."""
 
 import dataclasses
 import functools as ft
@@ -22,22 +22,22 @@ from .._numerics.axes import as_axes, as_axis, logical_order, memory_order
 from .array import QuantizedArray
 from .checks import (
     as_method,
-    as_one_array,
+    as_single_array,
     check_dtype,
     check_finite,
     check_given_scales,
     check_quantizable,
     describe_argument,
-    how_to_get_one,
     MethodLike,
+    suggest_quantized,
 )
 from .codes import row_length
 from .sharding import leaf_shardings
 from .value import AbstractArrayValue
 
 
-# The number of values to process at a time, when quantizing in chunks of rows.
-_CHUNK = 2**19
+# The number of values to quantize at a time, in chunks of rows.
+_CHUNK_SIZE = 2**19
 
 
 @teach_keywords(
@@ -138,7 +138,7 @@ def dequantize(q: QuantizedArray | ArrayLike) -> Array:
 
     A `jax.Array` of `q.shape` and `q.dtype`.
     """
-    return q.dequantize() if isinstance(q, AbstractArrayValue) else as_one_array(q, "`q`", "eqq.dequantize_tree")
+    return q.dequantize() if isinstance(q, AbstractArrayValue) else as_single_array(q, "`q`", "eqq.dequantize_tree")
 
 
 def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
@@ -160,7 +160,7 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
     `uint8` codes of shape `q.shape`. `q.format.decode(codes)` returns their values, before scale and zero point.
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"`q` must be a quantized array. Got {describe_argument(q)}. {how_to_get_one(q)}")
+        raise TypeError(f"`q` must be a quantized array. Got {describe_argument(q)}. {suggest_quantized(q)}")
     q._check_leaves()
     return logical_order(packing.unpack(q.codes, q.format.bits, row_length(q)), as_axes(q.axis), q.lengths)
 
@@ -174,14 +174,14 @@ def quantize_array(
     method: AbstractMethod = AbsMax(),
     sharding: NamedSharding | PartitionSpec | None = None,
 ) -> QuantizedArray:
-    """As `quantize`, without checks.
+    """Quantizes an array without checks of arguments.
 
-    The result has the sharding `sharding`, or the sharding of `x`: each device quantizes its part.
+    The result has the sharding `sharding`, or the sharding of `x`: each device quantizes its shard.
     """
     actual = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     sharding = actual if sharding is None else sharding
     on_mesh = full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
-    # A loop over chunks would gather an array that several devices hold.
+    # A loop over chunks would gather an array that is sharded.
     alone = isinstance(x, jax.Array) and actual is not None and len(actual.device_set) == 1 and on_mesh is None
     q = _quantize(x, format, method, key, axes, on_mesh, alone)
     return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
@@ -197,7 +197,7 @@ def _quantize(
     sharding: NamedSharding | None,
     chunked: bool,
 ) -> QuantizedArray:
-    encode = ft.partial(_quantize_here, axes=axes, chunked=chunked)
+    encode = ft.partial(_encode_array, axes=axes, chunked=chunked)
     mesh = explicit_mesh(x)
     if mesh is not None:
         typed = NamedSharding(mesh, jax.typeof(x).sharding.spec)
@@ -209,7 +209,7 @@ def _quantize(
     return q if sharding is None else q.with_sharding(sharding)
 
 
-def _quantize_here(
+def _encode_array(
     x: Array,
     format: AbstractFormat,
     method: AbstractMethod,
@@ -218,28 +218,28 @@ def _quantize_here(
     axes: tuple[int, ...],
     chunked: bool,
 ) -> QuantizedArray:
-    check_codes(format)  # here, once for each compiled program
+    check_codes(format)  # once per compilation, not once per call
     rows = memory_order(x, axes)
-    chunk = max(_CHUNK // max(rows.shape[-1], 1), 1) if chunked else None
+    chunk = max(_CHUNK_SIZE // max(rows.shape[-1], 1), 1) if chunked else None
     encoded = quantize_packed(method, rows, format, chunk) if key is None else None
     if encoded is None:
         encoded = method.quantize_rows(rows, format, key=key, chunk=chunk)
         encoded = encoded._replace(codes=packing.pack(encoded.codes, format.bits))
     lengths = tuple(x.shape[a] for a in axes)
-    return _as_array(encoded, format, as_axis(axes), lengths, x.dtype)
+    return _pack_array(encoded, format, as_axis(axes), lengths, x.dtype)
 
 
-def _as_array(
+def _pack_array(
     encoded: EncodedRows, format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: np.dtype
 ) -> QuantizedArray:
-    """Makes the array of packed codes. Codes of nested scales are packed here."""
+    """Returns the `QuantizedArray` of packed codes, and packs the codes of nested scales."""
 
     def as_leaf(x: ScaleBits | None) -> Array | QuantizedArray | None:
         nested = format.scale_format
         if nested is None or not isinstance(x, EncodedRows):
             return x  # pyright: ignore[reportReturnType]
         packed = x._replace(codes=packing.pack(x.codes, nested.bits))
-        return _as_array(packed, nested, -1, x.codes.shape[-1:], jnp.dtype(jnp.float32))
+        return _pack_array(packed, nested, -1, x.codes.shape[-1:], jnp.dtype(jnp.float32))
 
     codes, scale, offset = encoded.codes, as_leaf(encoded.scale), as_leaf(encoded.offset)
     zero_point = None if encoded.zero_point is None else packing.pack(encoded.zero_point, format.bits)
@@ -276,7 +276,7 @@ def requantize(
     `TypeError` if `q` is not quantized. `ValueError` if the shapes differ, or, outside `jit`, if values are not finite.
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"`q` must be a quantized array. Got {describe_argument(q)}. {how_to_get_one(q)}")
+        raise TypeError(f"`q` must be a quantized array. Got {describe_argument(q)}. {suggest_quantized(q)}")
     values, _ = check_quantizable(x, as_axes(q.axis))
     if values.shape != q.shape:
         raise ValueError(f"`x` must have the shape of `q`, {q.shape}. Got {values.shape}.")
@@ -287,6 +287,6 @@ def requantize(
 def requantize_like(
     q: QuantizedArray, x: Float[Array, "..."], key: PRNGKeyArray | None = None, method: AbstractMethod = AbsMax()
 ) -> QuantizedArray:
-    """As `requantize`, without checks."""
+    """Quantizes `x` like `q` without checks of arguments."""
     new = quantize_array(x, q.format, as_axes(q.axis), q.logical_dtype, key, method, sharding=q.sharding)
     return dataclasses.replace(new, logical_sharding=q.logical_sharding)

@@ -1,7 +1,7 @@
-"""Saves and loads with Equinox, and checks that the file and the skeleton agree on formats.
+"""Saves and loads quantized arrays with Equinox, and checks formats.
 
-Equinox compares only shapes and dtypes, which formats of equal width share. So a description of the format is saved
-before the bytes.
+Equinox compares only shapes and dtypes, which different formats share. So a description of the format is saved before
+the bytes.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ def deserialise_filter_spec(f: BinaryFile, x: PyTree) -> PyTree:
 
 
 def _describe_leaf(q: QuantizedArray) -> str:
-    """Describes everything that must agree for the bytes to mean the same values."""
+    """Describes everything on which the meaning of the bytes depends."""
     # Includes defaults, which a later version may change.
     fields = ", ".join(f"{field.name}={getattr(q.format, field.name)!r}" for field in dataclasses.fields(q.format))
     return f"{type(q.format).__name__}({fields}), axis={q.axis}, lengths={q.lengths}, shape={q.shape}"

@@ -22,10 +22,7 @@ from .codes import AbstractCodes, row_length
 
 
 def can_divide(length: int, format: AbstractFormat | None, names: Names, sizes: Mapping[str, int]) -> bool:
-    """Returns whether mesh axes divide an axis evenly.
-
-    With a `format`, only between blocks and packed segments.
-    """
+    """Returns whether mesh axes divide an axis evenly, between blocks and packed segments."""
     parts = math.prod(sizes[name] for name in names)
     if parts == 1 or length % parts != 0:
         return parts == 1
@@ -33,48 +30,46 @@ def can_divide(length: int, format: AbstractFormat | None, names: Names, sizes: 
 
 
 def smallest_part(length: int, format: AbstractFormat) -> int:
-    """Returns how many values of a quantized axis one device must hold together.
+    """Returns how many values of a quantized axis share a scale or bytes.
 
-    They share a scale, or bytes.
-
-    A scale for the whole axis keeps nothing together: it is replicated. So are the codes of scales that cannot be cut.
+    A per-channel scale is replicated instead. So are the codes of scales that cannot be divided.
     """
     unit, size = segment_length(format.bits), format.block_size
     return math.lcm(unit, size) if isinstance(size, int) and num_blocks(length, size) > 1 else unit
 
 
 def leaf_specs(q: AbstractCodes, names: Sequence[Names], sizes: Mapping[str, int]) -> list[PartitionSpec]:
-    """Returns the specs of the leaves, for memory `(*batch, length)` divided by `names`.
+    """Returns the specs of the leaves for memory `(*batch, length)`, divided by `names`.
 
-    A scale that covers more than one part, such as a scale per channel, is not divided along the quantized axis.
+    A scale that covers more than one part, such as a per-channel scale, is not divided along the quantized axis.
     """
     *batch, quantized = names
     parts = math.prod(sizes[name] for name in quantized)
-    return [as_spec([*batch, quantized if divided else ()]) for divided in divided_leaves(q, parts)]
+    return [as_spec([*batch, quantized if divided else ()]) for divided in mark_divided_leaves(q, parts)]
 
 
-def divided_leaves(q: AbstractCodes, parts: int) -> list[bool]:
-    """Returns for each leaf whether it is divided along the quantized axis when the codes are."""
+def mark_divided_leaves(q: AbstractCodes, parts: int) -> list[bool]:
+    """Returns for each leaf whether it is divided along the quantized axis as the codes are."""
     blocks = num_blocks(row_length(q), q.block_size)
     size = q.block_size if isinstance(q.block_size, int) else row_length(q)
     scales = blocks > 1 and row_length(q) % parts == 0 and (row_length(q) // parts) % size == 0
 
-    def packed_by(format: AbstractFormat) -> bool:
+    def divides_packed(format: AbstractFormat) -> bool:
         return scales and row_length(q) // parts // size % segment_length(format.bits) == 0
 
     def mark(stored: PyTree) -> list[bool]:
         if isinstance(stored, AbstractCodes):
-            cut = packed_by(stored.format)
-            return [cut and divided for divided in divided_leaves(stored, parts)]
+            divides = divides_packed(stored.format)
+            return [divides and divided for divided in mark_divided_leaves(stored, parts)]
         return [scales] * (stored is not None)
 
-    zero_points = [packed_by(q.format)] * (q.zero_point_bits is not None)
+    zero_points = [divides_packed(q.format)] * (q.zero_point_bits is not None)
     rest = [*mark(q.offset_bits), *[True] * (q.gradient_of is not None)]
     return [True, *mark(q.scale_bits), *zero_points, *rest]
 
 
 def leaf_shardings(q: AbstractCodes, sharding: NamedSharding, name: str = "The array") -> PyTree:
-    """Returns the shardings of the leaves for a logical sharding, or raises."""
+    """Returns the shardings of the leaves for a logical sharding. Raises if it does not fit."""
     spec, sizes, shape = tuple(sharding.spec), sharding.mesh.shape, q.shape
     if len(spec) > len(shape):
         raise ValueError(
@@ -84,22 +79,22 @@ def leaf_shardings(q: AbstractCodes, sharding: NamedSharding, name: str = "The a
     names = names_in(spec, len(shape))
     quantized = [a % len(shape) for a in as_axes(q.axis)]
     for axis, divided_by in enumerate(names):
-        major, quantized_here = axis == quantized[0], axis in quantized
-        length = row_length(q) if major else shape[axis]
+        first, quantized_here = axis == quantized[0], axis in quantized
+        length = row_length(q) if first else shape[axis]
         fits = can_divide(shape[axis], None, divided_by, sizes)
-        if fits and major:
+        if fits and first:
             fits = can_divide(length, q.format, divided_by, sizes)
-        if not fits or (quantized_here and not major and math.prod(sizes[n] for n in divided_by) > 1):
-            raise ValueError(_cannot(name, q, axis, divided_by, sizes, quantized_here and not major))
+        if not fits or (quantized_here and not first and math.prod(sizes[n] for n in divided_by) > 1):
+            raise ValueError(_explain_misfit(name, q, axis, divided_by, sizes, quantized_here and not first))
     memory = [names[a] for a in range(len(shape)) if a not in quantized] + [names[quantized[0]]]
     specs = leaf_specs(q, memory, sizes)
     return jtu.tree_unflatten(jtu.tree_structure(q), [NamedSharding(sharding.mesh, s) for s in specs])
 
 
-def _cannot(name: str, q: AbstractCodes, axis: int, names: Names, sizes: Mapping[str, int], minor: bool) -> str:
+def _explain_misfit(name: str, q: AbstractCodes, axis: int, names: Names, sizes: Mapping[str, int], later: bool) -> str:
     parts = math.prod(sizes[n] for n in names)
     by = " and ".join(f"{n!r} ({sizes[n]})" for n in names)
-    if minor:
+    if later:
         why = f"only the first of its quantized axes {q.axis} can be divided"
     elif q.shape[axis] % parts != 0:
         why = f"{q.shape[axis]} is not a multiple of {parts}"
@@ -113,7 +108,7 @@ def _cannot(name: str, q: AbstractCodes, axis: int, names: Names, sizes: Mapping
 
 
 def logical_sharding(q: AbstractCodes) -> NamedSharding | None:
-    """Returns the logical sharding, from the codes; `None` if unknown, as under tracing."""
+    """Returns the logical sharding, read from the codes; `None` if unknown, as under tracing."""
     codes = q.codes
     traced = isinstance(codes, jax.core.Tracer)
     sharding = None if traced else getattr(codes, "sharding", None)

@@ -1,4 +1,4 @@
-"""The base class of arrays that stand in for `jax.Array`: its operators and conversions."""
+"""The base class of arrays that stand in for `jax.Array`, with operators and conversions."""
 
 import abc
 import dataclasses
@@ -30,8 +30,8 @@ _Operand: TypeAlias = ArrayLike | AbstractOperand
 Index: TypeAlias = (
     int | slice | EllipsisType | ArrayLike | None | Sequence[int | slice | EllipsisType | ArrayLike | None]
 )
-# `dir` leaves out methods for Equinox and Quax, and aliases.
-_NOT_SHOWN = frozenset(
+# Methods for Equinox and Quax, and aliases, which `dir` leaves out.
+_HIDDEN_FROM_DIR = frozenset(
     (
         *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
         *(
@@ -50,10 +50,10 @@ _NOT_SHOWN = frozenset(
 )
 
 
-def _on_dense(
+def _dense_method(
     name: str, like: Callable[Concatenate[Array, _P], _R]
 ) -> Callable[Concatenate["AbstractArrayValue", _P], _R]:
-    """Returns a method with the arguments of `like` that calls `name` of the dense array."""
+    """Returns a method that calls the method `name` of the dense array, typed as `like`."""
 
     def call(self: "AbstractArrayValue", *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """As the method of `jax.Array`, on the dequantized array. The result is dense."""
@@ -62,29 +62,29 @@ def _on_dense(
     return call
 
 
-def _lost_in_jax(w: "AbstractArrayValue") -> str:
-    """Returns what the dense array of a weight does not do, or ""."""
+def _find_lost_effect(w: "AbstractArrayValue") -> str:
+    """Returns the effect of a weight that its dense array lacks, or ""."""
     if w.lost_in_jax:
         return w.lost_in_jax
     parts = jax.tree_util.tree_leaves(w, is_leaf=lambda x: x is not w and isinstance(x, AbstractArrayValue))
-    lost = (_lost_in_jax(part) for part in parts if isinstance(part, AbstractArrayValue))
+    lost = (_find_lost_effect(part) for part in parts if isinstance(part, AbstractArrayValue))
     return next(filter(None, lost), "")
 
 
 class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     """A pytree that behaves like an array of floats, but stores it differently.
 
-    A subclass defines the abstract members below; the rest follows from them. Products and changes of structure are its
-    own; everything else dequantizes and calls JAX, so the result is dense.
+    A subclass defines the abstract members below, and implements products, transposes and reshapes. Everything else
+    dequantizes and calls JAX, so the result is dense.
     """
 
     __array_priority__ = 100  # as `jax.Array`: makes NumPy arrays defer to our binary operators
-    # Fields that training leaves untouched, even floats. An array with such fields is an adapter: in a model with
-    # adapters, only adapters are trained by default.
+    # Fields that training freezes, even floats. An array with such fields is an adapter: in a model with adapters, only
+    # adapters train by default.
     frozen: ClassVar[tuple[str, ...]] = ()
-    quantized_as: ClassVar[str] = ""  # an attribute or a call that is a `QuantizedArray`, for errors
-    lost_in_jax: ClassVar[str] = ""  # the effect that is lost when a function of JAX gets the dense array
-    deferred: ClassVar[bool] = False  # whether it stands for an operation put off by `quaxify`, which never returns it
+    quantized_as: ClassVar[str] = ""  # for errors: the attribute or call that gives a `QuantizedArray`
+    lost_in_jax: ClassVar[str] = ""  # for warnings: the effect that is lost when JAX gets the dense array
+    deferred: ClassVar[bool] = False  # whether it is an operation that `quaxify` defers, and never returns
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -123,11 +123,8 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         return jax.core.ShapedArray(self.shape, self.dtype)
 
     def materialise(self) -> Array:
-        """For Quax: the array that an operation without a rule sees.
-
-        Warns of what is lost by that.
-        """
-        if lost := _lost_in_jax(self):
+        """For Quax: the dense array, for operations without a rule. Warns if an effect is lost."""
+        if lost := _find_lost_effect(self):
             line, operation = _compat.current_line(), _compat.operation_of_quax()
             by = "An operation" if operation is None else f"`{operation}`"
             at = "" if line is None else f", at {line.file}:{line.number} in {line.function},"
@@ -139,11 +136,8 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         return self.dequantize()
 
     def dense_for_jax(self) -> Array:
-        """For JAX: the array that its functions see, the same as `dequantize`.
-
-        Warns of what is lost by that.
-        """
-        if lost := _lost_in_jax(self):
+        """For JAX: the dense array, which its functions see. Warns if an effect is lost."""
+        if lost := _find_lost_effect(self):
             warnings.warn(
                 f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so {lost}. Write "
                 "`w @ x`, or call the function through `eqq.quaxify`, which multiplies codes in `jnp.matmul`, "
@@ -260,40 +254,40 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     def __abs__(self) -> Array:
         return abs(self.dequantize())
 
-    all: ClassVar[Callable[..., Array]] = _on_dense("all", jax.Array.all)
-    any: ClassVar[Callable[..., Array]] = _on_dense("any", jax.Array.any)
-    argmax: ClassVar[Callable[..., Array]] = _on_dense("argmax", jax.Array.argmax)
-    argmin: ClassVar[Callable[..., Array]] = _on_dense("argmin", jax.Array.argmin)
-    argpartition: ClassVar[Callable[..., Array]] = _on_dense("argpartition", jax.Array.argpartition)
-    argsort: ClassVar[Callable[..., Array]] = _on_dense("argsort", jax.Array.argsort)
-    choose: ClassVar[Callable[..., Array]] = _on_dense("choose", jax.Array.choose)
-    clip: ClassVar[Callable[..., Array]] = _on_dense("clip", jax.Array.clip)
-    compress: ClassVar[Callable[..., Array]] = _on_dense("compress", jax.Array.compress)
-    cumprod: ClassVar[Callable[..., Array]] = _on_dense("cumprod", jax.Array.cumprod)
-    cumsum: ClassVar[Callable[..., Array]] = _on_dense("cumsum", jax.Array.cumsum)
-    diagonal: ClassVar[Callable[..., Array]] = _on_dense("diagonal", jax.Array.diagonal)
-    dot: ClassVar[Callable[..., Array]] = _on_dense("dot", jax.Array.dot)
-    flatten: ClassVar[Callable[..., Array]] = _on_dense("flatten", jax.Array.flatten)
-    item: ClassVar[Callable[..., bool | int | float | complex]] = _on_dense("item", jax.Array.item)
-    max: ClassVar[Callable[..., Array]] = _on_dense("max", jax.Array.max)
-    mean: ClassVar[Callable[..., Array]] = _on_dense("mean", jax.Array.mean)
-    min: ClassVar[Callable[..., Array]] = _on_dense("min", jax.Array.min)
-    nonzero: ClassVar[Callable[..., tuple[Array, ...]]] = _on_dense("nonzero", jax.Array.nonzero)
-    prod: ClassVar[Callable[..., Array]] = _on_dense("prod", jax.Array.prod)
-    ptp: ClassVar[Callable[..., Array]] = _on_dense("ptp", jax.Array.ptp)
-    ravel: ClassVar[Callable[..., Array]] = _on_dense("ravel", jax.Array.ravel)
-    repeat: ClassVar[Callable[..., Array]] = _on_dense("repeat", jax.Array.repeat)
-    round: ClassVar[Callable[..., Array]] = _on_dense("round", jax.Array.round)
-    searchsorted: ClassVar[Callable[..., Array]] = _on_dense("searchsorted", jax.Array.searchsorted)
-    sort: ClassVar[Callable[..., Array]] = _on_dense("sort", jax.Array.sort)
-    squeeze: ClassVar[Callable[..., Array]] = _on_dense("squeeze", jax.Array.squeeze)
-    std: ClassVar[Callable[..., Array]] = _on_dense("std", jax.Array.std)
-    sum: ClassVar[Callable[..., Array]] = _on_dense("sum", jax.Array.sum)
-    take: ClassVar[Callable[..., Array]] = _on_dense("take", jax.Array.take)
-    trace: ClassVar[Callable[..., Array]] = _on_dense("trace", jax.Array.trace)
-    var: ClassVar[Callable[..., Array]] = _on_dense("var", jax.Array.var)
-    view: ClassVar[Callable[..., Array]] = _on_dense("view", jax.Array.view)
-    __round__: ClassVar[Callable[..., Array]] = _on_dense("__round__", jax.Array.__round__)
+    all: ClassVar[Callable[..., Array]] = _dense_method("all", jax.Array.all)
+    any: ClassVar[Callable[..., Array]] = _dense_method("any", jax.Array.any)
+    argmax: ClassVar[Callable[..., Array]] = _dense_method("argmax", jax.Array.argmax)
+    argmin: ClassVar[Callable[..., Array]] = _dense_method("argmin", jax.Array.argmin)
+    argpartition: ClassVar[Callable[..., Array]] = _dense_method("argpartition", jax.Array.argpartition)
+    argsort: ClassVar[Callable[..., Array]] = _dense_method("argsort", jax.Array.argsort)
+    choose: ClassVar[Callable[..., Array]] = _dense_method("choose", jax.Array.choose)
+    clip: ClassVar[Callable[..., Array]] = _dense_method("clip", jax.Array.clip)
+    compress: ClassVar[Callable[..., Array]] = _dense_method("compress", jax.Array.compress)
+    cumprod: ClassVar[Callable[..., Array]] = _dense_method("cumprod", jax.Array.cumprod)
+    cumsum: ClassVar[Callable[..., Array]] = _dense_method("cumsum", jax.Array.cumsum)
+    diagonal: ClassVar[Callable[..., Array]] = _dense_method("diagonal", jax.Array.diagonal)
+    dot: ClassVar[Callable[..., Array]] = _dense_method("dot", jax.Array.dot)
+    flatten: ClassVar[Callable[..., Array]] = _dense_method("flatten", jax.Array.flatten)
+    item: ClassVar[Callable[..., bool | int | float | complex]] = _dense_method("item", jax.Array.item)
+    max: ClassVar[Callable[..., Array]] = _dense_method("max", jax.Array.max)
+    mean: ClassVar[Callable[..., Array]] = _dense_method("mean", jax.Array.mean)
+    min: ClassVar[Callable[..., Array]] = _dense_method("min", jax.Array.min)
+    nonzero: ClassVar[Callable[..., tuple[Array, ...]]] = _dense_method("nonzero", jax.Array.nonzero)
+    prod: ClassVar[Callable[..., Array]] = _dense_method("prod", jax.Array.prod)
+    ptp: ClassVar[Callable[..., Array]] = _dense_method("ptp", jax.Array.ptp)
+    ravel: ClassVar[Callable[..., Array]] = _dense_method("ravel", jax.Array.ravel)
+    repeat: ClassVar[Callable[..., Array]] = _dense_method("repeat", jax.Array.repeat)
+    round: ClassVar[Callable[..., Array]] = _dense_method("round", jax.Array.round)
+    searchsorted: ClassVar[Callable[..., Array]] = _dense_method("searchsorted", jax.Array.searchsorted)
+    sort: ClassVar[Callable[..., Array]] = _dense_method("sort", jax.Array.sort)
+    squeeze: ClassVar[Callable[..., Array]] = _dense_method("squeeze", jax.Array.squeeze)
+    std: ClassVar[Callable[..., Array]] = _dense_method("std", jax.Array.std)
+    sum: ClassVar[Callable[..., Array]] = _dense_method("sum", jax.Array.sum)
+    take: ClassVar[Callable[..., Array]] = _dense_method("take", jax.Array.take)
+    trace: ClassVar[Callable[..., Array]] = _dense_method("trace", jax.Array.trace)
+    var: ClassVar[Callable[..., Array]] = _dense_method("var", jax.Array.var)
+    view: ClassVar[Callable[..., Array]] = _dense_method("view", jax.Array.view)
+    __round__: ClassVar[Callable[..., Array]] = _dense_method("__round__", jax.Array.__round__)
 
     def tobytes(self, order: str = "C") -> bytes:
         """Returns the bytes of the dense values."""
@@ -367,9 +361,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
     @property
     def at(self) -> Any:
-        """Functional updates, as `jax.Array.at`.
-
-        The result is dense, since codes cannot be updated exactly.
+        """Functional updates, as `jax.Array.at`. The result is dense.
 
         To keep the array quantized, as in a cache, pass the result to [`eqquant.requantize`][].
         """
@@ -377,7 +369,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
     def __dir__(self) -> list[str]:
         fields = {f.name for f in dataclasses.fields(self)}
-        names = {n for n in super().__dir__() if not n.startswith("_") and n not in _NOT_SHOWN}
+        names = {n for n in super().__dir__() if not n.startswith("_") and n not in _HIDDEN_FROM_DIR}
         return sorted(names | fields)
 
     def _repr_html_(self) -> str:
@@ -397,18 +389,15 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
 
 def flatten_arguments(arguments: Sequence[int | Sequence[int] | None]) -> tuple[int, ...]:
-    """Makes `f(1, 2)` and `f((1, 2))` the same call."""
+    """Flattens arguments, so that `f(1, 2)` and `f((1, 2))` are the same call."""
     nested = len(arguments) == 1 and np.ndim(arguments[0]) > 0  # pyright: ignore[reportArgumentType]
     return tuple(arguments[0] if nested else arguments)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
 def as_permutation(axes: Sequence[int | Sequence[int] | None], ndim: int) -> list[int]:
-    """Returns the arguments of `transpose` as a list of non-negative axes.
-
-    No argument or `None` reverses the axes.
-    """
-    given = () if axes and axes[0] is None else flatten_arguments(axes)
-    order = [int(a) for a in given] or list(range(ndim))[::-1]
+    """Returns the arguments of `transpose` as non-negative axes; none reverse the axes."""
+    flat = () if axes and axes[0] is None else flatten_arguments(axes)
+    order = [int(a) for a in flat] or list(range(ndim))[::-1]
     if sorted(a % ndim if -ndim <= a < ndim else -1 for a in order) != list(range(ndim)):
         raise ValueError(f"`axes` must be a permutation of the {ndim} axes. Got {tuple(order)}.")
     return [a % ndim for a in order]

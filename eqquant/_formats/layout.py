@@ -13,12 +13,12 @@ from .floating import FP8
 
 
 @ft.lru_cache(256)
-def layout_of(format: AbstractFormat, length: int, plain_scales: bool = False) -> Layout:
+def layout_of(format: AbstractFormat, length: int, decoded_scales: bool = False) -> Layout:
     with jax.ensure_compile_time_eval():
         table = np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)), np.float32)
     size = length if format.block_size in (None, "tensor") else format.block_size
-    kind, nested = None if plain_scales else nested_scale_kind(format, length), None
-    if kind is None and not plain_scales and has_nested_scales(format):
+    kind, nested = None if decoded_scales else nested_scale_kind(format, length), None
+    if kind is None and not decoded_scales and has_nested_scales(format):
         nested = layout_of(format.scale_format, num_blocks(length, format.block_size))  # pyright: ignore[reportArgumentType]
     return Layout(
         length,

@@ -1,4 +1,4 @@
-"""Computes the quantized matmul: its rules, its implementations, and the choice among them."""
+"""The quantized matmul: its rules, its implementations, and the choice among them."""
 
 # Importing these registers the rules of the primitives and of Quax.
 from . import (

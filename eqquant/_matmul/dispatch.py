@@ -1,7 +1,7 @@
-"""Chooses the implementation of a quantized matmul. The only place where formats and kernels meet.
+"""Chooses and runs the implementation of a quantized matmul.
 
-`IMPLEMENTATIONS` lists all of them, and `_PREFERENCES` the order of choice. Kernels know no formats: they take a
-`Packed` weight and a table of values, made by decoding every code of the format. So they take any format.
+`IMPLEMENTATIONS` lists all of them, and `_PREFERENCES` the order of choice. Formats and kernels meet only here: a
+kernel takes a `PackedWeight` and the value of each code, so it works for every format.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, Float32
 
 from .._array.array import QuantizedArray
-from .._array.dequantize import plain_bits, split_scales, stored_codes
+from .._array.dequantize import as_scale_bits, as_stored, split_row_scale
 from .._formats import Int8
 from .._formats.base import has_zero_points
 from .._native import library
-from .._native.layout import Stored
+from .._native.layout import StoredWeight
 from .._numerics.scale_bits import scale_to_bits
 from .kernels import codes, xla, xla_cpu
-from .kernels.packed import decode_bytes, Packed
+from .kernels.packed import decode_bytes, PackedWeight
 from .problem import MatmulProblem, TargetDevice
 from .rows import AbstractRows, Activations, StaticRows
 from .selected import SelectedArray
@@ -32,31 +32,30 @@ from .selected import SelectedArray
 
 class _Implementation(NamedTuple):
     platforms: tuple[str, ...]  # () for all
-    supports: Callable[[MatmulProblem, TargetDevice], str | None]  # the reason why not, or None
-    compute: Callable[..., Array]  # of `x`, `w`, the problem and the target
-    # Whether it multiplies codes of activations. Otherwise it gets their values.
-    takes_codes: Callable[[MatmulProblem, TargetDevice], bool] = lambda problem, target: False
-    selects: bool = False  # whether it reads arrays of a stack where they lie
+    refusal: Callable[[MatmulProblem, TargetDevice], str | None]  # why it cannot take the product, or `None`
+    run: Callable[..., Array]  # takes `x`, `w`, the problem and the target
+    # Whether it multiplies the codes of quantized activations. Otherwise it gets their values.
+    multiplies_codes: Callable[[MatmulProblem, TargetDevice], bool] = lambda problem, target: False
+    reads_stack: bool = False  # whether it reads selected arrays in the stack, without a copy
 
 
-def _kernel(
+def _wrap_kernel(
     platform: str, load: Callable[[], ModuleType], *, any_layout: bool = False, **more: object
 ) -> _Implementation:
-    """Returns the implementation of a kernel, which takes raw arrays. Imports its module at first use.
+    """Returns the implementation of a kernel module, which is imported at first use.
 
-    The module has the functions `supports` and `matmul`. `matmul` takes operands of two dimensions; if `any_layout`,
-    with any number of leading batch axes, matrices by rows or by columns, all arrays as they are stored, and selections
-    from a stack.
+    The module has the functions `refusal` and `matmul`. `matmul` takes matrices; with `any_layout` it also takes
+    leading batch axes, matrices by rows or by columns, arrays as they are stored, and selections from a stack.
     """
 
-    def supports(problem: MatmulProblem, target: TargetDevice) -> str | None:
+    def refusal(problem: MatmulProblem, target: TargetDevice) -> str | None:
         precision = _precision(problem)
         if precision is None:
             return f"the precision is {problem.precision}, and it supports only the default and the highest"
         options = {"transpose": problem.transpose, "precision": precision, "target": target}
-        return load().supports(problem.layout, problem.m, problem.n, problem.dtype, **options)
+        return load().refusal(problem.layout, problem.m, problem.n, problem.dtype, **options)
 
-    def compute(x: Array, w: Any, problem: MatmulProblem, target: TargetDevice) -> Array:
+    def run(x: Array, w: Any, problem: MatmulProblem, target: TargetDevice) -> Array:
         product = ft.partial(
             load().matmul,
             layout=problem.layout,
@@ -68,58 +67,62 @@ def _kernel(
         )
         batch = x.shape[:-2]
         if math.prod(batch) == 0:
-            return _xla(x, w, problem, target)
+            return _run_xla(x, w, problem, target)
         if any_layout:
-            return product(x, stored_arrays(w))
-        weight = pack_arrays(w)
+            return product(x, as_stored_weight(w))
+        weight = as_packed_weight(w)
         if not batch:
             return product(x, weight)
-        one_batch = jtu.tree_map(lambda a: a.reshape(math.prod(batch), *a.shape[-2:]), (x, weight))
-        y = jax.vmap(product)(*one_batch)
+        flat = jtu.tree_map(lambda a: a.reshape(math.prod(batch), *a.shape[-2:]), (x, weight))
+        y = jax.vmap(product)(*flat)
         return y.reshape(*batch, *y.shape[1:])
 
-    return _Implementation((platform,), supports, compute, selects=any_layout)
+    return _Implementation((platform,), refusal, run, reads_stack=any_layout)
 
 
-def _xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDevice) -> Array:
-    kind = kind_of_codes(problem, target)
-    if kind is not None:
+def _run_xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDevice) -> Array:
+    operand_type = xla_operand_type(problem, target)
+    if operand_type is not None:
         looped = target.platform == "cpu" and target.no_kernels is None
         x = as_codes(x)
-        y = codes.matmul(pack_arrays(x), pack_arrays(w), problem.layout_of_x, problem.layout, kind, looped=looped)
+        y = codes.matmul(
+            as_packed_weight(x), as_packed_weight(w), problem.x_layout, problem.layout, operand_type, looped=looped
+        )
         return y.astype(problem.dtype)
     layout, transpose, precision = problem.layout, problem.transpose, problem.precision
     if target.platform == "cpu":
-        return xla_cpu.matmul(x, pack_arrays(w), layout, w.dtype, transpose=transpose, precision=precision)
-    if _has_plain_bytes(problem):
-        # The scale of a row can scale the results, or with `transpose` the operand. The weight is then a single
-        # conversion, which XLA fuses with the product.
+        return xla_cpu.matmul(x, as_packed_weight(w), layout, w.dtype, transpose=transpose, precision=precision)
+    if _is_eight_bit_per_channel(problem):
+        # Per-channel scales multiply the results, or with `transpose` the operand. Decoding the weight is then a single
+        # conversion, which XLA fuses into the product.
         decode = ft.partial(decode_bytes, layout=layout, dtype=x.dtype)
-        return xla.dense_scaled(x, pack_arrays(w), decode, w.scale[..., 0], transpose=transpose, precision=precision)
-    return xla.dense(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
+        return xla.multiply_scaled(
+            x, as_packed_weight(w), decode, w.scale[..., 0], transpose=transpose, precision=precision
+        )
+    return xla.multiply_decoded(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
 
 
-def kind_of_codes(problem: MatmulProblem, target: TargetDevice) -> codes.Kind | None:
-    """Returns the type in which `xla` multiplies codes with codes, or `None` if it multiplies values."""
+def xla_operand_type(problem: MatmulProblem, target: TargetDevice) -> codes.OperandType | None:
+    """Returns the type in which `xla` multiplies codes by codes, or `None` if it decodes them."""
     if problem.activations is None or problem.transpose or problem.dtype.itemsize > 4:
         return None
-    return codes.kind_of(problem.layout_of_x, problem.layout, target)
+    return codes.choose_operand_type(problem.x_layout, problem.layout, target)
 
 
 def decode_activations(problem: MatmulProblem, target: TargetDevice) -> MatmulProblem:
-    """Returns the product of the values of the activations, as floats that hold them."""
+    """Returns the problem with decoded activations, in a float dtype that holds them exactly."""
     if problem.activations is None:
         return problem
-    enough = problem.dtype == jnp.bfloat16 and kind_of_codes(problem, target) == "bfloat16"
-    wide = problem.dtype if enough or problem.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
+    is_exact = problem.dtype == jnp.bfloat16 and xla_operand_type(problem, target) == "bfloat16"
+    wide = problem.dtype if is_exact or problem.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
     return problem._replace(activations=None, dtype=wide)
 
 
-def _without_factor(q: QuantizedArray) -> tuple[QuantizedArray, Float32[Array, "*batch rows 1"] | None]:
-    """Returns rows without the factor of each, which may need all bits of a float32, and the factor."""
+def _split_row_factor(q: QuantizedArray) -> tuple[QuantizedArray, Float32[Array, "*batch rows 1"] | None]:
+    """Splits the float32 factor of each row from its scales."""
     scale = q.scale_bits
     if isinstance(scale, QuantizedArray):
-        inner, factor = _without_factor(scale)
+        inner, factor = _split_row_factor(scale)
         return dataclasses.replace(q, scale_bits=inner), factor
     if scale.shape[-1] > 1:
         return q, None
@@ -128,90 +131,94 @@ def _without_factor(q: QuantizedArray) -> tuple[QuantizedArray, Float32[Array, "
 
 
 def as_codes(x: Activations) -> QuantizedArray:
-    """Returns quantized activations."""
-    x = x.quantized() if isinstance(x, AbstractRows) else x
+    """Returns activations as codes, without a gradient. Quantizes rows of floats."""
+    x = x.quantize() if isinstance(x, AbstractRows) else x
     return dataclasses.replace(x, gradient_of=None)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
-def _cpu_int8_supports(problem: MatmulProblem, target: TargetDevice) -> str | None:
+def _cpu_int8_refusal(problem: MatmulProblem, target: TargetDevice) -> str | None:
     if problem.activations is None:
         return "it multiplies codes with codes, and one operand is in float"
     if problem.transpose:
         return "the sum runs across the blocks of the weight"
-    layout = problem.layout_of_x
+    layout = problem.x_layout
     if layout.kind != "integer" or layout.bits != 8 or not layout.one_scale or not -255 <= layout.offset <= 0:
         return f"it takes eight-bit integers with one scale for each row of activations, not {problem.activations!r}"
-    return _cpu_int8_kernel().supports(problem.layout, problem.m, problem.n, problem.dtype, target=target)
+    return _import_cpu_int8().refusal(problem.layout, problem.m, problem.n, problem.dtype, target=target)
 
 
-def _cpu_int8_product(
+def _run_cpu_int8(
     x: Activations, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: TargetDevice
 ) -> Array:
     del target
-    product = ft.partial(_cpu_int8_kernel().matmul, layout=problem.layout, by_columns=problem.by_columns)
-    weight = stored_arrays(w)
-    if isinstance(x, AbstractRows) and x.format in _ROWS_INSIDE:
-        given = {"x_scale": x.scale, "x_zero": x.zero_point} if isinstance(x, StaticRows) else {}
-        return product(x.rows, weight, affine=has_zero_points(x.format), **given)
+    product = ft.partial(_import_cpu_int8().matmul, layout=problem.layout, by_columns=problem.by_columns)
+    weight = as_stored_weight(w)
+    if isinstance(x, AbstractRows) and x.format in _QUANTIZED_IN_KERNEL:
+        static = {"x_scale": x.scale, "x_zero": x.zero_point} if isinstance(x, StaticRows) else {}
+        return product(x.rows, weight, affine=has_zero_points(x.format), **static)
     q = as_codes(x)
-    x, scale, zero, offset = q.codes, q.scale, q.zero_point, problem.layout_of_x.offset
+    x, scale, zero, offset = q.codes, q.scale, q.zero_point, problem.x_layout.offset
     if zero is None and offset != -128:
         zero = jnp.full(scale.shape, -offset, jnp.uint8)
     return product(x, weight, x_scale=scale, x_zero=zero, dtype=problem.dtype)
 
 
-# What the kernel quantizes rows of floats to.
-_ROWS_INSIDE = tuple(Int8(size, symmetric=symmetric) for size in (None, "tensor") for symmetric in (True, False))
+# The formats to which the kernel itself quantizes rows of activations, per token.
+_QUANTIZED_IN_KERNEL = tuple(
+    Int8(size, symmetric=symmetric) for size in (None, "tensor") for symmetric in (True, False)
+)
 
 
-def _has_plain_bytes(p: MatmulProblem) -> bool:
-    """Returns whether a weight decodes by one conversion of bytes (to integers or small floats) and a scale per row."""
+def _is_eight_bit_per_channel(p: MatmulProblem) -> bool:
+    """Returns whether the weight is int8 or float8 with per-channel scales, and nothing else."""
     layout = p.layout
-    # The transposed product scales `x` first, which might underflow in float16.
-    scalable = not (p.transpose and p.dtype == jnp.float16)
+    # The transposed product multiplies `x` by the scales first, which might underflow in float16.
+    can_scale = not (p.transpose and p.dtype == jnp.float16)
     plain = layout.kind != "table" and not layout.zero_points and not layout.offsets
-    return scalable and layout.one_scale and layout.bits == 8 and plain
+    return can_scale and layout.one_scale and layout.bits == 8 and plain
 
 
-def _always(problem: MatmulProblem, target: TargetDevice) -> None:
+def _never_refuse(problem: MatmulProblem, target: TargetDevice) -> None:
     del problem, target
 
 
-# Importing Pallas takes as long as importing JAX, so import these at first use.
+# Importing Pallas takes as long as importing JAX, so kernels are imported at first use.
 
 
-def _cpu() -> ModuleType:
+def _import_cpu() -> ModuleType:
     from .kernels import cpu
 
     return cpu
 
 
-def _cpu_int8_kernel() -> ModuleType:
+def _import_cpu_int8() -> ModuleType:
     from .kernels import cpu_int8
 
     return cpu_int8
 
 
-def _pallas_gpu() -> ModuleType:
+def _import_pallas_gpu() -> ModuleType:
     from .kernels import pallas_gpu
 
     return pallas_gpu
 
 
-def _pallas_tpu() -> ModuleType:
+def _import_pallas_tpu() -> ModuleType:
     from .kernels import pallas_tpu
 
     return pallas_tpu
 
 
 IMPLEMENTATIONS = {
-    "cpu": _kernel("cpu", _cpu, any_layout=True),
+    "cpu": _wrap_kernel("cpu", _import_cpu, any_layout=True),
     "cpu_int8": _Implementation(
-        ("cpu",), _cpu_int8_supports, _cpu_int8_product, takes_codes=lambda problem, target: True, selects=True
+        ("cpu",), _cpu_int8_refusal, _run_cpu_int8, multiplies_codes=lambda problem, target: True, reads_stack=True
     ),
-    "pallas_gpu": _kernel("cuda", _pallas_gpu),
-    "pallas_tpu": _kernel("tpu", _pallas_tpu),
-    "xla": _Implementation((), _always, _xla, lambda problem, target: kind_of_codes(problem, target) is not None),
+    "pallas_gpu": _wrap_kernel("cuda", _import_pallas_gpu),
+    "pallas_tpu": _wrap_kernel("tpu", _import_pallas_tpu),
+    "xla": _Implementation(
+        (), _never_refuse, _run_xla, lambda problem, target: xla_operand_type(problem, target) is not None
+    ),
 }
 
 
@@ -222,31 +229,32 @@ class _Preference(NamedTuple):
     reason: str
 
 
-_FUSED = "XLA fuses the one conversion of the weight with the product; scales of rows stay outside"
+_FUSED = "XLA fuses the one conversion of the weight into the product; per-channel scales multiply the results"
 _FEW_ROWS = "few rows: the packed weight is decoded on the chip, where XLA would write a dense one to memory"
-_PLAIN = "of the native kernels only those in plain C++ run here, and XLA's vectors are faster"
+_GENERIC_ISA = "only the native kernels in plain C++ run here, and XLA is faster: it uses vector instructions"
 _MANY_ROWS = "many rows: decoding to a dense weight in memory, once, costs less than decoding for every tile of rows"
 
-_INTEGERS = "integers times integers, in registers: sums are exact, and rows of floats are quantized inside"
+_INTEGERS = "integers times integers: sums are exact, and rows of floats are quantized inside the kernel"
 _SMALL = "codes times codes in a small type, which the platform multiplies faster than floats"
 
 
-def _codes(problem: MatmulProblem) -> bool:
-    both = (problem.layout_of_x, problem.layout) if problem.activations is not None else ()
-    return bool(both) and all(map(codes.is_integer, both))
+def _both_integer(problem: MatmulProblem) -> bool:
+    if problem.activations is None:
+        return False
+    return codes.is_integer(problem.x_layout) and codes.is_integer(problem.layout)
 
 
-# The first row that applies wins, unless its implementation cannot take the product.
+# The first preference that applies wins, unless its implementation refuses the product.
 _PREFERENCES = (
-    _Preference("cpu", "cpu_int8", lambda p, _: _codes(p) and library.isa() != "generic", _INTEGERS),
-    _Preference("", "xla", lambda p, target: kind_of_codes(p, target) in ("int8", "float8"), _SMALL),
-    _Preference("cuda", "xla", lambda p, _: _has_plain_bytes(p), _FUSED),
+    _Preference("cpu", "cpu_int8", lambda p, _: _both_integer(p) and library.isa() != "generic", _INTEGERS),
+    _Preference("", "xla", lambda p, target: xla_operand_type(p, target) in ("int8", "float8"), _SMALL),
+    _Preference("cuda", "xla", lambda p, _: _is_eight_bit_per_channel(p), _FUSED),
     _Preference("cuda", "pallas_gpu", lambda p, _: p.m <= 256, _FEW_ROWS),
     _Preference("cuda", "xla", lambda p, _: True, _MANY_ROWS),
-    _Preference("tpu", "xla", lambda p, _: _has_plain_bytes(p), _FUSED),
+    _Preference("tpu", "xla", lambda p, _: _is_eight_bit_per_channel(p), _FUSED),
     _Preference("tpu", "pallas_tpu", lambda p, _: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
     _Preference("tpu", "xla", lambda p, _: True, _MANY_ROWS),
-    _Preference("cpu", "xla", lambda p, _: library.isa() == "generic", _PLAIN),
+    _Preference("cpu", "xla", lambda p, _: library.isa() == "generic", _GENERIC_ISA),
     _Preference("cpu", "cpu", lambda p, _: True, "the packed weight is decoded in registers and in the cache"),
     _Preference(
         "cpu",
@@ -259,11 +267,11 @@ _PREFERENCES = (
 
 
 def choose(target: TargetDevice, problem: MatmulProblem, forced: str | None) -> tuple[str, str]:
-    """Returns the name of the chosen implementation, and the reason.
+    """Returns the name of the implementation to run, and the reason.
 
     **Raises:**
 
-    `ValueError` if the implementation `forced` is unknown or cannot take the product.
+    `ValueError` if the implementation `forced` is unknown or refuses the product.
     """
     if forced is not None:
         refusal = refusal_of(target, problem, forced)
@@ -271,52 +279,52 @@ def choose(target: TargetDevice, problem: MatmulProblem, forced: str | None) -> 
             raise ValueError(f'`implementation={forced!r}` cannot take this product: {refusal}. Use "xla", or None.')
         return forced, "forced"
     rules = [r for r in _PREFERENCES if r.platform in ("", target.platform)]
-    if not isinstance(problem.m, int):  # the program is exported for any number of rows
+    if not isinstance(problem.m, int):  # exported for any number of rows
         rules = [r for r in rules if r.implementation == "xla"]
     preferred = [r for r in rules if r.when(problem, target)]
     refusals = [refusal_of(target, problem, rule.implementation) for rule in preferred]
-    taken = refusals.index(None)
-    if taken > 0:
-        return preferred[taken].implementation, f"{preferred[0].implementation} would be better, but: {refusals[0]}"
+    accepted = refusals.index(None)
+    if accepted > 0:
+        return preferred[accepted].implementation, f"{preferred[0].implementation} would be better, but: {refusals[0]}"
     return preferred[0].implementation, preferred[0].reason
 
 
-def compute(
+def run_implementation(
     x: Activations, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: TargetDevice, forced: str | None
 ) -> Float[Array, "*batch rows outer"]:
-    """Computes a product with the implementation `forced`, or the one to choose.
+    """Computes a product with the implementation `forced`, or else with the one to `choose`.
 
-    `x` is also codes, or rows to quantize. An implementation that does not take codes gets their values.
+    `x` may be floats, codes, or rows to quantize. An implementation that cannot multiply codes gets their values.
     """
     name, _ = choose(target, problem, forced)
     implementation = IMPLEMENTATIONS[name]
-    if isinstance(w, SelectedArray) and not implementation.selects:
+    if isinstance(w, SelectedArray) and not implementation.reads_stack:
         if w.index.size > w.stack.shape[0]:
-            return _one_by_one(x, w, problem, target, name)
-        w = w.taken()
-    if problem.activations is None or implementation.takes_codes(problem, target):
-        return implementation.compute(x, w, problem, target)
-    on_values, q, factor = decode_activations(problem, target), as_codes(x), None
-    if kind_of_codes(problem, target) == "bfloat16":
-        # Then values are exact in the few bits that the platform multiplies.
-        q, factor = _without_factor(q)
-    values = dataclasses.replace(q, logical_dtype=on_values.dtype).dequantize()
-    y = implementation.compute(values, w, on_values, target)
+            return _multiply_in_loop(x, w, problem, target, name)
+        w = w.gather()
+    if problem.activations is None or implementation.multiplies_codes(problem, target):
+        return implementation.run(x, w, problem, target)
+    float_problem, q, factor = decode_activations(problem, target), as_codes(x), None
+    if xla_operand_type(problem, target) == "bfloat16":
+        # Without the factor of its row, every value is exact in bfloat16.
+        q, factor = _split_row_factor(q)
+    values = dataclasses.replace(q, logical_dtype=float_problem.dtype).dequantize()
+    y = implementation.run(values, w, float_problem, target)
     if factor is not None:
         y = y.astype(jnp.float32) * jnp.broadcast_to(factor, y.shape)
     return y.astype(problem.dtype)
 
 
-def _one_by_one(x: Any, w: SelectedArray, problem: MatmulProblem, target: TargetDevice, name: str) -> Array:
-    """Computes the products with selected arrays in a loop, since copies of them would be larger than the stack."""
+def _multiply_in_loop(x: Any, w: SelectedArray, problem: MatmulProblem, target: TargetDevice, name: str) -> Array:
+    """Multiplies selected arrays one at a time: copies of all would exceed the stack."""
     batch = w.index.shape
     flat = jtu.tree_map(lambda a: a.reshape(w.index.size, *a.shape[len(batch) :]), (x, w.index))
 
-    def one(operands: tuple[Any, Array]) -> Array:
+    def multiply_one(operands: tuple[Any, Array]) -> Array:
         x, index = operands
-        return compute(x, dataclasses.replace(w, index=index).taken(), problem, target, name)
+        return run_implementation(x, dataclasses.replace(w, index=index).gather(), problem, target, name)
 
-    y = jax.lax.map(one, flat)
+    y = jax.lax.map(multiply_one, flat)
     return y.reshape(*batch, *y.shape[1:])
 
 
@@ -336,17 +344,19 @@ def refusal_of(target: TargetDevice, problem: MatmulProblem, name: str) -> str |
         return target.no_kernels
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
-    takes_codes = implementation.takes_codes(problem, target)
-    return implementation.supports(problem if takes_codes else decode_activations(problem, target), target)
+    multiplies_codes = implementation.multiplies_codes(problem, target)
+    return implementation.refusal(problem if multiplies_codes else decode_activations(problem, target), target)
 
 
-def multiplied_types(problem: MatmulProblem, target: TargetDevice, name: str) -> str:
-    """Returns what an implementation multiplies with what, and the type of its sums, for a reader."""
-    kind = "int8" if name == "cpu_int8" else kind_of_codes(problem, target) if name == "xla" else None
-    if kind == "int8":
+def describe_types(problem: MatmulProblem, target: TargetDevice, name: str) -> str:
+    """Describes the types that an implementation multiplies, and the type of its sums."""
+    by_xla = xla_operand_type(problem, target) if name == "xla" else None
+    operand_type = "int8" if name == "cpu_int8" else by_xla
+    if operand_type == "int8":
         return "int8 x int8, sums in int32"
-    if kind is not None:
-        types = [problem.layout_of_x.kind, problem.layout.kind] if kind == "float8" else [kind, kind]
+    if operand_type is not None:
+        kinds = [problem.x_layout.kind, problem.layout.kind]
+        types = kinds if operand_type == "float8" else [operand_type] * 2
         return f"{' x '.join(types)}, sums in float32"
     wide = decode_activations(problem, target).dtype
     sums = "float64" if wide.itemsize > 4 else "float32"
@@ -354,37 +364,37 @@ def multiplied_types(problem: MatmulProblem, target: TargetDevice, name: str) ->
 
 
 def why_decoded(problem: MatmulProblem, target: TargetDevice, name: str) -> str | None:
-    """Returns why an implementation takes values of activations instead of codes, or `None` if it takes codes."""
-    if problem.activations is None or IMPLEMENTATIONS[name].takes_codes(problem, target):
+    """Returns why an implementation decodes activations, `None` if it multiplies codes."""
+    if problem.activations is None or IMPLEMENTATIONS[name].multiplies_codes(problem, target):
         return None
     if problem.transpose or problem.dtype.itemsize > 4:
         return "the sum runs across the blocks of the weight" if problem.transpose else "float64 holds more than codes"
-    sides = ((problem.format, problem.layout), (problem.activations, problem.layout_of_x))
-    odd = [repr(format) for format, layout in sides if not codes.is_integer(layout)]
-    if odd:
-        levels = f"the levels of {' and '.join(odd)} are not integers"
+    sides = ((problem.format, problem.layout), (problem.activations, problem.x_layout))
+    non_integer = [repr(format) for format, layout in sides if not codes.is_integer(layout)]
+    if non_integer:
+        levels = f"the levels of {' and '.join(non_integer)} are not integers"
         return f"{target.platform} has no type that multiplies the codes of both: {levels}"
     return "too few codes share both scales"
 
 
-def pack_arrays(w: QuantizedArray) -> Packed:
-    """Returns the arrays of a weight for a kernel: unpacks zero points, decodes offsets and scales that are codes."""
-    scale, row_scale = split_scales(w)
-    return Packed(w.codes, plain_bits(scale), row_scale, w.zero_point, w.offset)
+def as_packed_weight(w: QuantizedArray) -> PackedWeight:
+    """Returns the arrays of a weight for XLA and Pallas, with zero points unpacked."""
+    scale, row_scale = split_row_scale(w)
+    return PackedWeight(w.codes, as_scale_bits(scale), row_scale, w.zero_point, w.offset)
 
 
-def stored_arrays(w: QuantizedArray | SelectedArray) -> Stored:
-    """Returns the arrays of a weight for `cpu`, as they are stored."""
+def as_stored_weight(w: QuantizedArray | SelectedArray) -> StoredWeight:
+    """Returns the arrays of a weight as they are stored, for native kernels."""
     if isinstance(w, SelectedArray):
-        return stored_codes(w.stack)._replace(selected=w.index)
-    return stored_codes(w)
+        return as_stored(w.stack)._replace(selected=w.index)
+    return as_stored(w)
 
 
 def _precision(problem: MatmulProblem) -> str | None:
-    """Returns the precision in the terms of a kernel: "fastest", "default", "highest", or `None` if kernels lack it.
+    """Returns a kernel's precision: "fastest", "default" or "highest", `None` for any other.
 
-    "default" is what the platform takes for float32: tfloat32 or bfloat16 where it has units for them, float32 on CPU.
-    "fastest" allows those everywhere.
+    "default" is the platform's own choice for float32: tfloat32 or bfloat16 where it has units for them, float32 on
+    CPU. "fastest" allows lower precision on CPU too.
     """
     name = problem.precision
     if isinstance(name, tuple) and len(set(name)) == 1:

@@ -1,4 +1,4 @@
-"""`explain_matmul`: shows which implementation a product takes, and why."""
+"""`explain_matmul`: reports which implementation a product takes, and why."""
 
 import dataclasses
 import functools as ft
@@ -16,12 +16,12 @@ from rich.table import Table
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.contraction import matmul
-from .._array.primitive import operands_of, quantized_matmul_p, rounded_matmul_p
+from .._array.primitive import quantized_matmul_p, rounded_matmul_p, unflatten_operands
 from .._array.value import AbstractArrayValue
 from .._report import Report, report_table
 from .._types import PyTree
-from .dispatch import choose, IMPLEMENTATIONS, multiplied_types, refusal_of, why_decoded
-from .problem import MatmulProblem, problem_of, TargetDevice
+from .dispatch import choose, describe_types, IMPLEMENTATIONS, refusal_of, why_decoded
+from .problem import describe_matmul, MatmulProblem, TargetDevice
 from .rounded_rules import compute_rounded
 from .rows import Activations
 from .selected import SelectedArray
@@ -35,7 +35,7 @@ class MatmulExplanation(Report):
     platform: str
     implementation: str
     verdicts: dict[str, str]
-    types: str  # what is multiplied, and the type of sums
+    types: str  # the types that are multiplied, and the type of sums
 
     def __rich__(self) -> Table:
         p = self.problem
@@ -44,10 +44,10 @@ class MatmulExplanation(Report):
         table.title = f"{p.dtype}{weight}, {p.format!r}, on {self.platform}"
         if p.activations is not None:
             table.title = f"{p.dtype}{weight}, {p.format!r} x {p.activations!r}, on {self.platform}: {self.types}"
-        alike: dict[str, list[str]] = {}  # those with the same verdict share a row
+        by_verdict: dict[str, list[str]] = {}  # implementations with the same verdict share a row
         for name, verdict in self.verdicts.items():
-            alike.setdefault(verdict, []).append(name)
-        for verdict, names in alike.items():
+            by_verdict.setdefault(verdict, []).append(name)
+        for verdict, names in by_verdict.items():
             table.add_row(", ".join(names), verdict, style="bold" if self.implementation in names else None)
         return table
 
@@ -85,8 +85,8 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
     if not isinstance(q, AbstractArrayValue):
         raise TypeError("`explain_matmul` needs a quantized operand. Got none. Quantize `x` or `w` first.")
     platform = _platform(platform)
-    known = lambda a: a if isinstance(a, (AbstractArrayValue, jax.ShapeDtypeStruct)) else jnp.asarray(a)
-    operands = known(x), known(w)
+    as_operand = lambda a: a if isinstance(a, (AbstractArrayValue, jax.ShapeDtypeStruct)) else jnp.asarray(a)
+    operands = as_operand(x), as_operand(w)
     try:
         traced = jax.make_jaxpr(matmul)(*operands)
     except (TypeError, ValueError) as e:
@@ -98,16 +98,16 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
             f"{' @ '.join(str(tuple(a.shape)) for a in operands)}, and a weight quantized along {axes}, as that of a "
             "convolution is. To see what a convolution computes, `print(jax.make_jaxpr(eqq.quaxify(layer))(x))`."
         ) from e
-    product = next(_products(traced.jaxpr), None)
+    product = next(_find_products(traced.jaxpr), None)
     if product is None:
         axes = getattr(q, "axis", "")
-        part = f"the sum is over a part of the quantized axes {axes}, or copies of the other operand would be larger"
-        why = "it has one dimension" if q.ndim < 2 else part
+        partial = f"the sum is over a part of the quantized axes {axes}, or copies of the other operand would be larger"
+        why = "it has one dimension" if q.ndim < 2 else partial
         shape, dtype = (math.prod(q.shape[:-1]), q.shape[-1]), traced.out_avals[0].dtype  # pyright: ignore
         problem = MatmulProblem(1, *shape, dtype, getattr(q, "format", None), False)  # pyright: ignore
         verdicts = {"dense": f"{why}: dequantize, then multiply"}
         return MatmulExplanation(problem, platform, "dense", verdicts, f"{dtype} x {dtype}")
-    problem = problem_of(*product)
+    problem = describe_matmul(*product)
     target = TargetDevice(platform)
     name, reason = choose(target, problem, None)
     decoded = why_decoded(problem, target, name)
@@ -116,32 +116,32 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
         reason = f"{reason}. One operand is dequantized: both must have blocks along the sum to multiply codes"
     verdicts = {other: refusal_of(target, problem, other) or "possible" for other in IMPLEMENTATIONS}
     return MatmulExplanation(
-        problem, platform, name, {**verdicts, name: f"chosen: {reason}"}, multiplied_types(problem, target, name)
+        problem, platform, name, {**verdicts, name: f"chosen: {reason}"}, describe_types(problem, target, name)
     )
 
 
-def implementation_of(equation: JaxprEqn) -> str:
-    """Returns the implementation that a quantized matmul of a traced program takes on the default backend."""
+def find_implementation(equation: JaxprEqn) -> str:
+    """Returns the implementation of a traced quantized matmul on the default backend."""
     params = equation.params
-    operands = operands_of([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
-    problem = problem_of(*operands, params["transpose"], params["precision"])
+    operands = unflatten_operands([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
+    problem = describe_matmul(*operands, params["transpose"], params["precision"])
     return choose(TargetDevice(_platform(None)), problem, params["implementation"])[0]
 
 
-def _products(
+def _find_products(
     jaxpr: jax.extend.core.Jaxpr,
 ) -> Iterator[tuple[Activations | jax.core.ShapedArray, QuantizedArray | SelectedArray, bool, PrecisionLike]]:
-    """Yields the operands, `transpose` and `precision` of each quantized matmul in a jaxpr and its inner jaxprs."""
+    """Yields operands, `transpose` and `precision` of each quantized matmul in a jaxpr."""
     for equation in jaxpr.eqns:
         params = equation.params
         if equation.primitive is quantized_matmul_p:
-            operands = operands_of([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
+            operands = unflatten_operands([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
             yield *operands, params["transpose"], params["precision"]
         if equation.primitive is rounded_matmul_p:
             rounded = jax.make_jaxpr(ft.partial(compute_rounded, **params))(*(v.aval for v in equation.invars))
-            yield from _products(rounded.jaxpr)
+            yield from _find_products(rounded.jaxpr)
         for inner in jax.extend.core.jaxprs_in_params(params):
-            yield from _products(inner)
+            yield from _find_products(inner)
 
 
 def _platform(name: str | None) -> str:

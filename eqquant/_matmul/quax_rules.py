@@ -1,6 +1,6 @@
-"""Quax rules of products: `eqq.quaxify(f)` brings `jax.lax.dot_general` to the quantized matmul.
+"""The Quax rule of `jax.lax.dot_general`: under `eqq.quaxify` the quantized matmul.
 
-Rules of structure, and of products that select from a stack, are in `_wrappers`, since they hold for its arrays too.
+Rules of other primitives are in `_wrappers`, since they handle wrappers too.
 """
 
 from typing import Any
@@ -18,40 +18,40 @@ from .._array.value import AbstractArrayValue
 
 
 @quax.register(lax.dot_general_p)
-def _dot_general(first: AbstractArrayValue | ArrayLike, second: AbstractArrayValue | ArrayLike, **params: Any) -> Array:
+def _dot_general(lhs: AbstractArrayValue | ArrayLike, rhs: AbstractArrayValue | ArrayLike, **params: Any) -> Array:
     y = None
     if params.get("out_sharding") is None and not isinstance(params.get("precision"), str):
         options = Options(params.get("precision"))
-        y = _contract_pairs(first, second, params["dimension_numbers"], options, params.get("preferred_element_type"))
-    return bind_dense(lax.dot_general_p, first, second, **params) if y is None else y
+        y = _contract_pairs(lhs, rhs, params["dimension_numbers"], options, params.get("preferred_element_type"))
+    return bind_dense(lax.dot_general_p, lhs, rhs, **params) if y is None else y
 
 
 def _contract_pairs(
-    first: AbstractArrayValue | ArrayLike,
-    second: AbstractArrayValue | ArrayLike,
+    lhs: AbstractArrayValue | ArrayLike,
+    rhs: AbstractArrayValue | ArrayLike,
     numbers: DotDimensionNumbers,
     options: Options,
     dtype: DTypeLike | None,
 ) -> Array | None:
-    """Returns the product of two operands of which one is ours, or `None` if it must be dense."""
-    left = not isinstance(second, AbstractOperand)
-    weight, given = (first, second) if left else (second, first)
-    if not isinstance(weight, AbstractOperand):  # Quax may pass operands of which neither is ours
+    """Returns the product if one operand is quantized and it can stay packed, else `None`."""
+    weight_left = not isinstance(rhs, AbstractOperand)
+    w, x = (lhs, rhs) if weight_left else (rhs, lhs)
+    if not isinstance(w, AbstractOperand):  # Quax may call the rule with two dense operands
         return None
-    other = given if isinstance(given, AbstractOperand) else jnp.asarray(given)
+    x = x if isinstance(x, AbstractOperand) else jnp.asarray(x)
     contracted, batch = numbers
     pairs = [*zip(*batch, strict=True), *zip(*contracted, strict=True)]
-    # The two axes of a pair share a name; the name of a free axis is its side and place.
-    named = lambda side, ndim: [
+    # The two axes of a pair share a name; a free axis is named by its operand and number.
+    name_axes = lambda side, ndim: [
         next((pair for pair in pairs if pair[side] == axis), (side, axis, "free")) for axis in range(ndim)
     ]
-    w_axes, x_axes = named(1 - left, weight.ndim), named(int(left), other.ndim)
+    w_axes, x_axes = name_axes(1 - weight_left, w.ndim), name_axes(int(weight_left), x.ndim)
     free = sorted(name for name in (*w_axes, *x_axes) if len(name) == 3)
     out_axes = [*pairs[: len(batch[0])], *free]  # free axes of the left operand come first
-    return contract_in(dtype, other, weight, x_axes, w_axes, out_axes, options)
+    return contract_with_dtype(dtype, x, w, x_axes, w_axes, out_axes, options)
 
 
-def contract_in(
+def contract_with_dtype(
     dtype: DTypeLike | None,
     x: Operand,
     w: AbstractOperand,
@@ -60,11 +60,11 @@ def contract_in(
     out_axes: Axes,
     options: Options,
 ) -> Array | None:
-    """As `contract`, with the dtype of the result that a primitive of JAX names; that of both operands for `None`."""
+    """Returns `contract(...)` in a dtype; `None` promotes dtypes, as JAX does."""
     with jax.numpy_dtype_promotion("standard"):  # primitives take operands of two dtypes
-        natural = jnp.promote_types(x.dtype, w.dtype)
-        dtype = natural if dtype is None else dtype
-        wide = jnp.promote_types(natural, dtype)
+        promoted = jnp.promote_types(x.dtype, w.dtype)
+        dtype = promoted if dtype is None else dtype
+        wide = jnp.promote_types(promoted, dtype)
         if not jnp.issubdtype(wide, jnp.inexact):
             return None
         y = contract(x.astype(wide), w, x_axes, w_axes, out_axes, options)
@@ -72,6 +72,6 @@ def contract_in(
 
 
 def bind_dense(primitive: Primitive, *operands: AbstractArrayValue | ArrayLike, **params: Any) -> Any:
-    """Calls a primitive on dense operands, where it has no packed form."""
+    """Binds a primitive to the dequantized operands."""
     dense = (x.materialise() if isinstance(x, AbstractArrayValue) else x for x in operands)
     return primitive.bind(*dense, **params)

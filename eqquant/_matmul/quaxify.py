@@ -1,4 +1,4 @@
-"""`quaxify`: runs any function on quantized operands with Quax."""
+"""`quaxify`: a function whose products of quantized arrays are quantized matmuls."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,7 +15,7 @@ _Function = TypeVar("_Function", bound=Callable[..., PyTree])
 
 
 def quaxify(fn: _Function, /, filter_spec: PyTree = True) -> _Function:
-    """Transforms a function so that it takes quantized arrays, with [Quax](https://docs.kidger.site/quax/).
+    """Makes a function take quantized arrays, by [Quax](https://docs.kidger.site/quax/).
 
     Inside the function, every `jax.lax.dot_general`, and so `jnp.matmul` and `jnp.einsum`, uses the quantized matmul
     where the dimensions allow it. Transposes, reshapes, slices and concatenations stay quantized where that is exact.
@@ -53,26 +53,26 @@ class _Quaxified(eqx.Module):
         return self.fn
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        # Quax maps over its arguments while JAX has no current trace, which making some nodes needs (`_Quaxify` in
+        # Some nodes can only be made under a trace, and Quax maps over its arguments outside of one (`_Quaxify` in
         # https://github.com/nstarman/quax/blob/main/src/quax/_quaxify.py). So pass it leaves, and make nodes inside.
         leaves, treedef = jtu.tree_flatten((self.fn, args, kwargs), is_leaf=_is_value)
         out_treedef = None
 
-        def on_leaves(leaves: list[PyTree]) -> list[PyTree]:
+        def call_on_leaves(leaves: list[PyTree]) -> list[PyTree]:
             nonlocal out_treedef
             fn, args, kwargs = jtu.tree_unflatten(treedef, leaves)
             out, out_treedef = jtu.tree_flatten(fn(*args, **kwargs), is_leaf=_is_value)
             return out
 
-        out = map(_done, quax.quaxify(on_leaves)(leaves))
+        out = map(_dequantize_deferred, quax.quaxify(call_on_leaves)(leaves))
         return jtu.tree_unflatten(out_treedef, out)
 
     def __get__(self, instance: object, owner: type | None) -> Callable[..., PyTree]:
         return self if instance is None else eqx.Partial(self, instance)
 
 
-def _done(x: PyTree) -> PyTree:
-    """Computes an operation that was put off, such as the product of a weight and a scalar."""
+def _dequantize_deferred(x: PyTree) -> PyTree:
+    """Computes a deferred operation, such as a weight times a scalar."""
     return x.dequantize() if isinstance(x, AbstractArrayValue) and x.deferred else x
 
 

@@ -1,4 +1,4 @@
-"""Rows of activations that a product quantizes: per token, dynamically or with static scales."""
+"""Activations that a product quantizes per token, with dynamic or static scales."""
 
 import abc
 import dataclasses
@@ -22,10 +22,10 @@ from .._methods.given import GivenScales
 
 
 class AbstractRows(AbstractRowsLike):
-    """Floats `(*batch, rows, length)`, each row of which a product quantizes on its own.
+    """Float activations `(*batch, rows, length)` that a product quantizes per token (row).
 
-    An operand of the product's primitive. An implementation quantizes the rows where that is cheapest. Rows do not
-    depend on each other, so a `vmap` may add more of them. `gradient_of` is that of a `QuantizedArray`.
+    An operand of the product's primitive. The implementation quantizes the rows, where that is cheapest. Rows do not
+    depend on each other, so a `vmap` may add more of them. `gradient_of` is the same as in `QuantizedArray`.
     """
 
     rows: eqx.AbstractVar[Float[Array, "*batch rows length"]]
@@ -40,42 +40,42 @@ class AbstractRows(AbstractRowsLike):
         return np.dtype(self.rows.dtype)
 
     @abc.abstractmethod
-    def quantized(self) -> QuantizedArray:
+    def quantize(self) -> QuantizedArray:
         """Quantizes each row."""
 
     def dequantize(self) -> Float[Array, "*batch rows length"]:
         """Returns the values of the quantized rows."""
         with allow_dense():
-            return self.quantized().dequantize()
+            return self.quantize().dequantize()
 
-    def _quantized(self, method: AbstractMethod, gradient_of: Array | None) -> QuantizedArray:
+    def _quantize_by(self, method: AbstractMethod, gradient_of: Array | None) -> QuantizedArray:
         rows = jax.lax.stop_gradient(self.rows)
-        quantized = lambda rows, method: quantize_array(rows, self.format, (-1,), None, None, method)
+        quantize = lambda rows, method: quantize_array(rows, self.format, (-1,), None, None, method)
         if spans_rows(self.format):
             flat = lambda leaf: leaf.reshape(math.prod(rows.shape[:-1]), leaf.shape[-1])
-            one_by_one = jax.vmap(quantized)(*jtu.tree_map(flat, (rows, method)))
+            one_by_one = jax.vmap(quantize)(*jtu.tree_map(flat, (rows, method)))
             q = jtu.tree_map(lambda leaf: leaf.reshape(*rows.shape[:-1], leaf.shape[-1]), one_by_one)
         else:
-            q = quantized(rows, method)
+            q = quantize(rows, method)
         return dataclasses.replace(q, logical_sharding=None, gradient_of=gradient_of)
 
 
 class DynamicRows(AbstractRows):
-    """Rows that get scales by their own values, and all of the gradient."""
+    """Rows to quantize dynamically (per token). Gradients pass straight through."""
 
     rows: Float[Array, "*batch rows length"]
     format: AbstractFormat
 
     @property
-    def gradient_of(self) -> "Array | ad.Zero":  # in a tree of tangents, rows may be a zero
+    def gradient_of(self) -> "Array | ad.Zero":  # in a tree of tangents, `rows` may be a symbolic zero
         return self.rows
 
-    def quantized(self) -> QuantizedArray:
-        return self._quantized(AbsMax(), self.rows)
+    def quantize(self) -> QuantizedArray:
+        return self._quantize_by(AbsMax(), self.rows)
 
 
 class StaticRows(AbstractRows):
-    """Rows with scales, and perhaps zero points, that are known before. A row that is not finite becomes NaN."""
+    """Rows to quantize statically, with given scales. A row that is not finite becomes NaN."""
 
     rows: Float[Array, "*batch rows length"]
     format: AbstractFormat
@@ -83,8 +83,8 @@ class StaticRows(AbstractRows):
     zero_point: UInt8[Array, "*batch rows 1"] | None
     gradient_of: Float[Array, "*batch rows length"] | None
 
-    def quantized(self) -> QuantizedArray:
-        return self._quantized(GivenScales(self.scale, self.zero_point), self.gradient_of)
+    def quantize(self) -> QuantizedArray:
+        return self._quantize_by(GivenScales(self.scale, self.zero_point), self.gradient_of)
 
 
 Activations: TypeAlias = Array | QuantizedArray | AbstractRows  # floats, codes, or rows that a product quantizes

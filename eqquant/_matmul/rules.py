@@ -1,11 +1,11 @@
-"""The rules of the quantized matmul primitive.
+"""The rules of the primitive `quantized_matmul`: JVP, transpose, batching and lowering.
 
 The primitive computes `x(*batch, m, k) . w(*batch, n, k)^T`, where `x` is float and `w` quantized; with `transpose`,
 `x(*batch, m, n) . w(*batch, n, k)`. It is linear in `x`, so its JVP and its transpose are the primitive again (the
 transpose flips the flag). A `custom_vjp` would lose forward mode. `dispatch.py` chooses the implementation.
 
-Where `x` is quantized too, or to be quantized by the product, rounding passes gradients straight through: its JVP is
-the primitive on the tangent, which is float.
+Where `x` is quantized too, its rounding passes gradients straight through: the JVP is the primitive on the tangent of
+`x`, which is float.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from jaxtyping import Array
 from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.dense import allow_dense
-from .._array.primitive import operands_of, quantized_matmul_p
+from .._array.primitive import quantized_matmul_p, unflatten_operands
 from .._numerics.primitives import batch_axis_size, compile_alone, move_batch_axis, Primal, Tangent
 from .._types import PyTreeDef
 from . import dispatch
-from .partition import divide_product
-from .problem import problem_of, TargetDevice
+from .partition import partition_matmul
+from .problem import describe_matmul, TargetDevice
 from .selected import SelectedArray
 
 
@@ -36,14 +36,14 @@ def _abstract(
     *args: jax.core.ShapedArray, x_tree: PyTreeDef, w_tree: PyTreeDef, transpose: bool, **params: object
 ) -> jax.core.ShapedArray:
     del params
-    x, w = operands_of(args, x_tree, w_tree)
+    x, w = unflatten_operands(args, x_tree, w_tree)
     *batch, n, k = w.shape
     if x.shape[-1] != (n if transpose else k) or list(x.shape[:-2]) != batch:
         raise ValueError(f"quantized_matmul: shapes {x.shape} and {(*batch, n, k)} do not fit ({transpose=}).")
     return args[0].update(shape=(*x.shape[:-1], k if transpose else n), dtype=x.dtype)
 
 
-def _compute(
+def _dispatch(
     target: TargetDevice,
     *args: Array,
     x_tree: PyTreeDef,
@@ -54,73 +54,73 @@ def _compute(
     by_columns: tuple[bool, bool],
     devices: int = 1,
 ) -> Array:
-    x, w = operands_of(args, x_tree, w_tree)
+    x, w = unflatten_operands(args, x_tree, w_tree)
     # `gradient_of` does not affect the value.
     x, w = (dataclasses.replace(a, gradient_of=None) if isinstance(a, QuantizedArray) else a for a in (x, w))
     if isinstance(w, SelectedArray):
         w = dataclasses.replace(w, stack=dataclasses.replace(w.stack, gradient_of=None))
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
-        return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # a sum of nothing
-    describe = ft.partial(problem_of, transpose=transpose, precision=precision, by_columns=by_columns)
+        return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # an empty sum
+    describe = ft.partial(describe_matmul, transpose=transpose, precision=precision, by_columns=by_columns)
+    run = lambda x, w: dispatch.run_implementation(x, w, describe(x, w), target, implementation)
     with allow_dense():
         if devices == 1:
-            return dispatch.compute(x, w, describe(x, w), target, implementation)
-        compute = lambda x, w: dispatch.compute(x, w, describe(x, w), target, implementation)
-        w = w.taken() if isinstance(w, SelectedArray) else w
-        return divide_product(compute, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
+            return run(x, w)
+        w = w.gather() if isinstance(w, SelectedArray) else w
+        return partition_matmul(run, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
 
 
 def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.Value]:
     devices, x_tree = _compat.num_devices(context), params["x_tree"]
-    why_none = {"cpu": _compat.no_cpu_kernels, "cuda": _compat.no_gpu_kernels}.get(platform, lambda _: None)
-    no_kernels = why_none(context)
+    find_reason = {"cpu": _compat.no_cpu_kernels, "cuda": _compat.no_gpu_kernels}.get(platform, lambda _: None)
+    no_kernels = find_reason(context)
     if platform == "tpu" and devices > 1:
-        # The TPU compiler supports no `custom_partitioning` (https://github.com/jax-ml/jax/issues/38196), and does not
-        # divide kernels. It can divide `xla`, whose operations it knows.
+        # The TPU compiler does not support `custom_partitioning` (https://github.com/jax-ml/jax/issues/38196), and does
+        # not partition kernels. It can partition the operations of `xla`.
         devices, no_kernels = 1, "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
     if devices > 1 and not jtu.treedef_is_leaf(x_tree):
         devices, no_kernels = 1, "the compiler divides products of codes among devices, which kernels hide from it"
     if _compat.is_partly_manual(context):
-        # It would gather the operands of a kernel, and every device would compute the whole product.
+        # The compiler would gather the operands of a kernel, and every device would compute the whole product.
         no_kernels = "in a `shard_map` over some axes of a mesh the compiler divides the product along the others"
     target = TargetDevice(platform, _compat.device_kind(context), _compat.compute_capability(context), no_kernels)
-    compute = ft.partial(_compute, target, devices=devices)
-    return mlir.lower_fun(compute, multiple_results=False)(context, *args, **params)
+    run = ft.partial(_dispatch, target, devices=devices)
+    return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 
 
-def _here(*args: Array, **params: object) -> Array:
+def _run_eagerly(*args: Array, **params: object) -> Array:
     platform = next(iter(args[0].devices())).platform
-    return _compute(TargetDevice("cuda" if platform == "gpu" else str(platform)), *args, **params)  # pyright: ignore[reportArgumentType]
+    return _dispatch(TargetDevice("cuda" if platform == "gpu" else str(platform)), *args, **params)  # pyright: ignore[reportArgumentType]
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Tangent], **params: object) -> tuple[Array, Tangent]:
-    x, w = operands_of(primals, params["x_tree"], params["w_tree"])
-    dx, dw = operands_of(tangents, params["x_tree"], params["w_tree"])
+    x, w = unflatten_operands(primals, params["x_tree"], params["w_tree"])
+    dx, dw = unflatten_operands(tangents, params["x_tree"], params["w_tree"])
     y = quantized_matmul_p.bind(*primals, **params)
-    # Of an array, only the leaf `gradient_of` has a tangent; every other leaf is an unsigned integer.
-    coded = not jtu.treedef_is_leaf(params["x_tree"])
-    dx = dx.gradient_of if coded else dx
+    # A quantized operand has one float leaf, `gradient_of`; only that has a tangent.
+    x_is_quantized = not jtu.treedef_is_leaf(params["x_tree"])
+    dx = dx.gradient_of if x_is_quantized else dx
     dys = []
     if dx is not None and not isinstance(dx, ad.Zero):
-        # An implementation that multiplies codes with codes cannot take floats.
-        float_params = {"x_tree": jtu.tree_structure(0), "implementation": None} if coded else {}
+        # A chosen implementation that multiplies codes by codes cannot take floats.
+        float_params = {"x_tree": jtu.tree_structure(0), "implementation": None} if x_is_quantized else {}
         dys.append(quantized_matmul_p.bind(dx.astype(x.dtype), *jtu.tree_leaves(w), **{**params, **float_params}))
     gradient_of = dw.stack.gradient_of if isinstance(dw, SelectedArray) else dw.gradient_of
     if gradient_of is not None and not isinstance(gradient_of, ad.Zero):
-        d_weight = gradient_of.astype(x.dtype)
-        d_weight = d_weight if params["transpose"] else jnp.swapaxes(d_weight, -1, -2)
+        dw_dense = gradient_of.astype(x.dtype)
+        dw_dense = dw_dense if params["transpose"] else jnp.swapaxes(dw_dense, -1, -2)
         with allow_dense():
-            values = x.dequantize() if coded else x
+            values = x.dequantize() if x_is_quantized else x
         product = ft.partial(jnp.matmul, precision=params["precision"])  # pyright: ignore[reportArgumentType]
         selected = isinstance(w, SelectedArray)
-        dys.append(_with_selected(product, values, d_weight, w.index) if selected else product(values, d_weight))
+        dys.append(_multiply_selected(product, values, dw_dense, w.index) if selected else product(values, dw_dense))
     if not dys:
         return y, _compat.zero_tangent(y)
     return y, ft.reduce(ad.add_jaxvals, dys)
 
 
-def _with_selected(product: Callable[[Array, Array], Array], x: Array, stack: Array, index: Array) -> Array:
-    """Returns `product(x, stack[index])`. Copies no more arrays than the stack has."""
+def _multiply_selected(product: Callable[[Array, Array], Array], x: Array, stack: Array, index: Array) -> Array:
+    """Returns `product(x, stack[index])`, and never copies more arrays than the stack holds."""
     if index.size <= stack.shape[0]:
         return product(x, stack[index])
 
@@ -128,22 +128,22 @@ def _with_selected(product: Callable[[Array, Array], Array], x: Array, stack: Ar
     def multiply_one(number: Array, w: Array) -> Array:
         return product(jnp.where((index == number)[..., None, None], x, jnp.zeros_like(x)), w)
 
-    def add(y: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
-        return y + multiply_one(*one), None
+    def add_one(y: Array, numbered: tuple[Array, Array]) -> tuple[Array, None]:
+        return y + multiply_one(*numbered), None
 
     zeros = jnp.zeros((*x.shape[:-1], stack.shape[-1]), x.dtype)
     numbers = jnp.arange(stack.shape[0], dtype=index.dtype)
-    return jax.lax.scan(add, zeros, (numbers, stack))[0]
+    return jax.lax.scan(add_one, zeros, (numbers, stack))[0]
 
 
 def _transpose(
     dy: Tangent, *args: Primal, transpose: bool, by_columns: tuple[bool, bool], **params: object
 ) -> list[Array | None]:
-    nothing = [None] * (len(args) - 1)
+    no_gradients = [None] * (len(args) - 1)
     if isinstance(dy, ad.Zero):
-        return [None, *nothing]
+        return [None, *no_gradients]
     dx = quantized_matmul_p.bind(dy, *args[1:], transpose=not transpose, by_columns=by_columns[::-1], **params)
-    return [dx, *nothing]
+    return [dx, *no_gradients]
 
 
 def _batch(
@@ -164,7 +164,7 @@ def _batch(
         stacked = [move_batch_axis(a, d, size, to=-3) for a, d in x_leaves]
         m = stacked[0].shape[-2]
         rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
-        y = bind(*rows, *(a for a, _ in w_leaves), by_columns=(False, False))  # examples come before columns
+        y = bind(*rows, *(a for a, _ in w_leaves), by_columns=(False, False))  # memory is no longer by columns
         return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
     selected = _batch_selections(w_leaves, w_tree, size)
     if selected is not None:
@@ -179,17 +179,17 @@ def _batch(
 
 
 def _batch_selections(w_leaves: Sequence[tuple[Array, int | None]], w_tree: PyTreeDef, size: int) -> list[Array] | None:
-    """Returns the leaves of a batch of selections, or `None` if `w` is no selection. The stack gets no batch axis."""
+    """Returns the leaves of a batch of selections, or `None` if `w` is no selection."""
     w = jtu.tree_unflatten(w_tree, [a for a, _ in w_leaves])
     if not isinstance(w, SelectedArray):
         return None
     *stack, (index, dim) = w_leaves
     index = move_batch_axis(index, dim, size)
     if any(d is not None for _, d in stack):
-        # A stack for each example: they become one.
+        # Each example has a stack of its own: concatenate them, and offset the indices.
         stacks = [move_batch_axis(a, d, size) for a, d in stack]
-        first = jnp.arange(size, dtype=index.dtype) * stacks[0].shape[1]
-        index = index + first.reshape(-1, *[1] * (index.ndim - 1))
+        offset = jnp.arange(size, dtype=index.dtype) * stacks[0].shape[1]
+        index = index + offset.reshape(-1, *[1] * (index.ndim - 1))
         return [*(a.reshape(-1, *a.shape[2:]) for a in stacks), index]
     return [*(a for a, _ in stack), index]
 
@@ -198,9 +198,9 @@ quantized_matmul_p.def_abstract_eval(_abstract)
 quantized_matmul_p.def_impl(
     compile_alone(
         quantized_matmul_p,
-        _here,
+        _run_eagerly,
         ["x_tree", "w_tree", "transpose", "precision", "implementation", "by_columns"],
-        by_columns=(False, False),  # `x` is in memory already, by rows
+        by_columns=(False, False),  # outside `jit`, `x` is in memory by rows
     )
 )
 ad.primitive_jvps[quantized_matmul_p] = _jvp

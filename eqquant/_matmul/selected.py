@@ -1,4 +1,4 @@
-"""`take_layer`: layers and experts of a stack, whose weights products read where they lie."""
+"""`take_layer`: layers or experts of a stack, whose weights products read in place."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import wadler_lindig as wl
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int32
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.contraction import AbstractOperand, Constraints, Matrices, Options
+from .._array.contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .._array.primitive import bind_matmul
 from .._array.value import AbstractArrayValue, as_permutation, Index
 from .._formats.base import AbstractFormat
@@ -23,10 +23,10 @@ from .._types import PyTree
 
 
 class SelectedArray(AbstractArrayValue):
-    """`stack[index]`, where products on CPU read the stack. [`eqquant.take_layer`][] makes it.
+    """A view of `stack[index]`, which products on CPU read without a copy.
 
-    Behaves as the quantized array `taken()`. With a native kernel `q @ x` and `x @ q` copy nothing; everything else
-    takes the selected arrays out of the stack first.
+    Behaves as the quantized array `gather()`. With a native kernel `q @ x` and `x @ q` copy nothing; everything else
+    gathers the selected arrays first.
 
     **Arguments:**
 
@@ -34,11 +34,11 @@ class SelectedArray(AbstractArrayValue):
     - `index`: integers of any shape, at least 0 and below the length of the stack.
     """
 
-    quantized_as = "taken()"
+    quantized_as = "gather()"
 
     stack: QuantizedArray
     index: Int32[Array, "..."]
-    # `vmap` over a selection would map over the stack instead of the index; this shows it.
+    # Detects a `vmap` over a selection, which would map over the stack instead of the index.
     stack_ndim: int = eqx.field(static=True)
 
     @property
@@ -64,18 +64,18 @@ class SelectedArray(AbstractArrayValue):
         """The format of the stack."""
         return self.stack.format
 
-    def taken(self) -> QuantizedArray:
+    def gather(self) -> QuantizedArray:
         """Returns a copy of the selected arrays."""
         return jtu.tree_map(lambda leaf: leaf[self.index], self.stack)
 
     def dequantize(self) -> Float[Array, "..."]:
-        return self.taken().dequantize()
+        return self.gather().dequantize()
 
     def transpose(self, *axes: int | Sequence[int] | None) -> "SelectedArray | QuantizedArray":
-        """Permutes the logical axes. Copies what is selected if that moves the axes of the index."""
+        """Permutes the logical axes. Gathers the selected arrays if that moves axes of the index."""
         order, front = as_permutation(axes, self.ndim), self.index.ndim
         if order[:front] != list(range(front)):
-            return self.taken().transpose(order)
+            return self.gather().transpose(order)
         return dataclasses.replace(self, stack=self.stack.transpose((0, *(axis - front + 1 for axis in order[front:]))))
 
     def astype(self, dtype: DTypeLike) -> "SelectedArray | Array":
@@ -85,12 +85,12 @@ class SelectedArray(AbstractArrayValue):
         return dataclasses.replace(self, stack=self.stack.astype(dtype))
 
     def reshape(self, *shape: int | Sequence[int], **kwargs: Any) -> "QuantizedArray | Array":
-        """Copies what is selected, and reshapes the copy."""
-        return self.taken().reshape(*shape, **kwargs)
+        """Gathers the selected arrays, and reshapes the copy."""
+        return self.gather().reshape(*shape, **kwargs)
 
     def __getitem__(self, index: Index) -> Array:
         """Returns dense values at an index."""
-        return self.taken()[index]
+        return self.gather()[index]
 
     @property
     def constraints(self) -> Constraints:
@@ -98,29 +98,29 @@ class SelectedArray(AbstractArrayValue):
         memory = tuple(axis % self.ndim for axis in as_axes(self.stack.axis))
         return Constraints(memory, self.index.ndim if self.ndim == self.index.ndim + 2 else 0)
 
-    def as_matrices(self, axes: Matrices) -> "SelectedArray | QuantizedArray":
-        """For products: the stack with matrices that lie in memory by rows, or a copy of the selected arrays."""
+    def as_matrices(self, axes: MatrixAxes) -> "SelectedArray | QuantizedArray":
+        """For products: the selection as matrices of the stack, or else a gathered copy."""
         front = axes.shape(self.shape)[:-2]
         if self.ndim != self.index.ndim + 2 or any(axis >= self.index.ndim for axis in axes.front):
-            return self.taken().as_matrices(axes)
-        along = axes.columns == self.constraints.memory
-        stack = dataclasses.replace(self.stack, axis=-1 if along else -2)
+            return self.gather().as_matrices(axes)
+        contracts_blocks = axes.columns == self.constraints.packed_axes
+        stack = dataclasses.replace(self.stack, axis=-1 if contracts_blocks else -2)
         return dataclasses.replace(self, stack=stack, index=self.index.reshape(front))
 
     def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
-        """For products: `x . self^T` of matrices, by the primitive, which reads the stack where it lies."""
+        """For products: `x . self^T` of matrices, by the primitive."""
         w = dataclasses.replace(self, stack=dataclasses.replace(self.stack, axis=-1))
         return bind_matmul(x, w, options, transpose=self.stack.axis == -2)
 
     def with_dense_weight(self) -> None:
-        """For products: dense ones are plain."""
+        """For products: `None`, since a dense weight is a plain array."""
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"SelectedArray({wl.pformat(self.stack)}, index={list(self.index.shape)})")
 
 
 def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
-    """Selects a layer of stacked layers, or experts of many, without a copy of their quantized weights.
+    """Selects a layer or experts from a stack, without copying quantized weights.
 
     The same as `jax.tree_util.tree_map(lambda a: a[index], tree)`, but a product with a weight of the result reads the
     stack where it lies, if a native kernel for CPU computes it. A `scan` over the stack itself copies the weights of
@@ -144,7 +144,7 @@ def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
 
     **Arguments:**
 
-    - `tree`: a module, or any PyTree, whose arrays all have a first axis for the layers. What is no array is kept.
+    - `tree`: a module, or any PyTree, whose arrays all have a first axis for the layers. Other leaves stay.
     - `index`: an integer, or an array of integers of any shape, traced or not. Negative ones count from the end. A
         traced one that is out of bounds takes the nearest, as in JAX.
 
@@ -171,43 +171,43 @@ def _select(leaf: PyTree, index: Array | np.ndarray) -> PyTree:
     if isinstance(leaf, SelectedArray):
         return _select_again(leaf, index)
     if not is_quantized(leaf):
-        return _entry(leaf, index) if eqx.is_array(leaf) else leaf
+        return _gather_entry(leaf, index) if eqx.is_array(leaf) else leaf
     if leaf.ndim + min(as_axes(leaf.axis)) < 1:
         raise ValueError(
             f"`take_layer` needs a first axis, before the quantized one. Got an array of shape {leaf.shape}."
         )
     leaf = dataclasses.replace(leaf, logical_sharding=None)
     if leaf.gradient_of is not None:
-        return jtu.tree_map(lambda a: _entry(a, index), leaf)
-    return SelectedArray(leaf, _within(index, leaf.codes.shape[0]), leaf.ndim)
+        return jtu.tree_map(lambda a: _gather_entry(a, index), leaf)
+    return SelectedArray(leaf, _normalize_index(index, leaf.codes.shape[0]), leaf.ndim)
 
 
 def _select_again(q: SelectedArray, index: Array | np.ndarray) -> SelectedArray:
-    """Selects from what is selected. With one entry, its arrays become the entries: `(layers * experts, ...)`."""
+    """Selects from a selection. With a scalar one, the stack becomes `(layers * experts, ...)`."""
     count = q.shape[0]
     if q.index.ndim > 0:
-        return dataclasses.replace(q, index=_entry(q.index, index))
+        return dataclasses.replace(q, index=_gather_entry(q.index, index))
     if q.ndim + min(as_axes(q.stack.axis)) < 1:
         raise ValueError(f"`take_layer` needs a first axis, before the quantized one. Got an array of shape {q.shape}.")
     stack = jtu.tree_map(lambda a: a.reshape(-1, *a.shape[2:]), q.stack)
-    return SelectedArray(stack, q.index * count + _within(index, count), stack.ndim)
+    return SelectedArray(stack, q.index * count + _normalize_index(index, count), stack.ndim)
 
 
-def _entry(a: Array, index: Array | np.ndarray) -> Array:
+def _gather_entry(a: Array, index: Array | np.ndarray) -> Array:
     if a.ndim == 0:
         raise ValueError("`take_layer` needs arrays with a first axis. Got a scalar.")
-    return jnp.asarray(a)[_within(index, a.shape[0])]
+    return jnp.asarray(a)[_normalize_index(index, a.shape[0])]
 
 
-def _within(index: Array | np.ndarray, length: int) -> Int32[Array, "..."]:
+def _normalize_index(index: Array | np.ndarray, length: int) -> Int32[Array, "..."]:
     if not isinstance(index, jax.core.Tracer):
-        known = np.asarray(index)
-        outside = known[(known < -length) | (known >= length)]
+        values = np.asarray(index)
+        outside = values[(values < -length) | (values >= length)]
         if outside.size:
             raise IndexError(
                 f"`index` must be at least -{length} and below {length}, the length of the stack. Got "
                 f"{outside.flat[0]}."
             )
-    can = jnp.iinfo(index.dtype)  # bounds that its dtype cannot hold would wrap around
-    index = jnp.clip(index, max(-length, int(can.min)), min(length - 1, int(can.max))).astype(jnp.int32)
+    limits = jnp.iinfo(index.dtype)  # bounds beyond them would wrap around
+    index = jnp.clip(index, max(-length, int(limits.min)), min(length - 1, int(limits.max))).astype(jnp.int32)
     return jnp.where(index < 0, index + length, index)

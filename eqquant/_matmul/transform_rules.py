@@ -1,4 +1,4 @@
-"""Quax rules of transformations that Quax has none for: `jax.checkpoint` keeps what it gets packed."""
+"""Quax rules of `jax.checkpoint` and `custom_vjp`, which keep quantized arrays packed."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ def _checkpoint(
     leaves, tree = jtu.tree_flatten(operands)
     out_tree = None
 
-    def on_leaves(*leaves: ArrayLike) -> list[ArrayLike]:
+    def call_on_leaves(*leaves: ArrayLike) -> list[ArrayLike]:
         nonlocal out_tree
         out = quax.quaxify(_compat.function_of(jaxpr))(*jtu.tree_unflatten(tree, leaves))
         flat, out_tree = jtu.tree_flatten(out)
         return flat
 
-    # One for each operand; constants of the new jaxpr come first, and may be recomputed.
+    # A tuple has an entry for each operand, but the new jaxpr has more: its constants come first.
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
-    y = _compat.bind_checkpoint(on_leaves, leaves, {"prevent_cse": prevent_cse, **params})
+    y = _compat.bind_checkpoint(call_on_leaves, leaves, {"prevent_cse": prevent_cse, **params})
     return jtu.tree_unflatten(out_tree, y)

@@ -67,7 +67,7 @@ def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
     rows, grid = jtu.tree_unflatten(tree, args)
     # Finding steps takes a moment, so not before something else refuses.
     steps = steps_of(format) if calls.why_not_encode(rows, format.bits) is None else None
-    if steps is None or (steps.rule == "steps" and len(steps.starts) > 31):  # XLA is as fast at more
+    if steps is None or (steps.rule == "steps" and len(steps.thresholds) > 31):  # XLA is as fast at more
         return by_xla(*args, tree=tree, format=format, chunk=chunk)
     divisor, factor = grid.stored_scale, None
     if format.multiplies_by_reciprocal:

@@ -1,4 +1,4 @@
-"""The calls of `eqquant-cpu`: raw arrays in and out. `native/src/ffi` has the other side."""
+"""The FFI calls of `eqquant-cpu`, on raw arrays. `native/src/ffi` is the other side."""
 
 import jax
 import jax.numpy as jnp
@@ -6,20 +6,20 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8
 
 from . import library
-from .layout import Layout, Stored
+from .layout import Layout, StoredWeight
 from .steps import Scaling, Steps
 
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4")
 _RULES = ("steps", "even", "up")
-_REDUCTIONS = ("largest", "at_largest", "low", "high")
+_REDUCTIONS = ("amax", "signed_amax", "low", "high")
 
 
 def multiply(
     name: str,
     x: Shaped[Array, "*batch m columns"],
-    weight: Stored,
+    weight: StoredWeight,
     layout: Layout,
     outer: int,
     dtype: DTypeLike,
@@ -29,17 +29,17 @@ def multiply(
 ) -> Float[Array, "*batch m outer"]:
     """Calls a product, `MATMUL` or `MATMUL_INT8`.
 
-    `more` and `attributes` are specific to one of the two.
+    `more` operands and `attributes` belong to one of the two.
 
     `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
     so that the transposes of its caller cancel.
     """
-    turn = lambda a, by_columns: jnp.swapaxes(a, -1, -2) if by_columns else a
+    transpose_if = lambda by_columns, a: jnp.swapaxes(a, -1, -2) if by_columns else a
     m, (x_by_columns, y_by_columns) = x.shape[-2], by_columns
     shape = (outer, m) if y_by_columns else (m, outer)
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((*x.shape[:-2], *shape), dtype), vmap_method="broadcast_all")
     y = call(
-        turn(x, x_by_columns),
+        transpose_if(x_by_columns, x),
         *_arrays(weight),
         *more,
         **_attributes(weight, layout),
@@ -47,7 +47,7 @@ def multiply(
         y_transposed=y_by_columns,
         **attributes,
     )
-    return turn(y, y_by_columns)
+    return transpose_if(y_by_columns, y)
 
 
 def why_not_decode(layout: Layout, dtype: DTypeLike) -> str | None:
@@ -59,10 +59,8 @@ def why_not_decode(layout: Layout, dtype: DTypeLike) -> str | None:
     return "there is nothing to decode" if layout.length == 0 else library.refusal()
 
 
-def decode(weight: Stored, layout: Layout, dtype: DTypeLike, *, clip: bool) -> Float[Array, "*batch k"]:
-    """Decodes to a dense weight, unless `why_not_decode`.
-
-    It returns the same bits as XLA's operations.
+def decode(weight: StoredWeight, layout: Layout, dtype: DTypeLike, *, clip: bool) -> Float[Array, "*batch k"]:
+    """Decodes to a dense weight, with the same bits as XLA, unless `why_not_decode`.
 
     The weight may have a single row without an axis for it. With `clip`, clips to the finite range of `dtype`.
     """
@@ -90,16 +88,16 @@ def encode(
 ) -> UInt8[Array, "*batch bytes"]:
     """Returns the packed codes of the scaled values, unless `why_not_encode`.
 
-    Codes are found by the floats at which they change, so one kernel serves every format. Results have the bits of
-    XLA's operations, but for the sign of zeros; where a scale is NaN, codes mean nothing and may differ.
+    The kernel compares floats with the thresholds between codes, so it serves every format. Results have the bits of
+    XLA's operations, except where a scale is NaN, and for the sign of zeros.
     """
     *batch, _ = rows.shape
     blocks = [a for a in scaling if a is not None]
-    two = lambda a: a.reshape(-1, a.shape[-1])
+    as_rows = lambda a: a.reshape(-1, a.shape[-1])
     by_rule = steps.rule != "steps"
-    result = jax.ShapeDtypeStruct((two(rows).shape[0], packed_length), jnp.uint8)
+    result = jax.ShapeDtypeStruct((as_rows(rows).shape[0], packed_length), jnp.uint8)
     packed = jax.ffi.ffi_call(library.ENCODE, result)(
-        *map(two, (rows, *blocks)),
+        *map(as_rows, (rows, *blocks)),
         bits=np.int32(bits),
         block_size=np.int64(block_size),
         factor=scaling.factor is not None,
@@ -108,7 +106,7 @@ def encode(
         rule=np.int32(_RULES.index(steps.rule)),
         bias=np.float32(steps.bias),
         nan=np.int32(steps.nan),
-        steps=steps.starts[:0] if by_rule else steps.starts,
+        steps=steps.thresholds[:0] if by_rule else steps.thresholds,
         codes=steps.codes[:1] if by_rule else steps.codes,
     )
     return packed.reshape(*batch, packed_length)
@@ -125,31 +123,28 @@ def reduce(blocks: Float32[Array, "*batch blocks block"], kind: str) -> Float32[
     """Reduces blocks as `_numerics/reduce.py` says, unless `why_not_reduce`."""
     *batch, length = blocks.shape
     if kind == "not_finite":
-        return reduce(blocks, "largest") * 0
+        return reduce(blocks, "amax") * 0
     count = blocks.size // length
     call = jax.ffi.ffi_call(library.REDUCE, jax.ShapeDtypeStruct((count,), jnp.float32))
     return call(blocks.reshape(count, length), kind=np.int32(_REDUCTIONS.index(kind))).reshape(*batch, 1)
 
 
 def has_byte_codes(layout: Layout) -> bool:
-    """Returns whether kernels multiply codes of eight bits.
-
-    These have eight bits, or lie in several bytes.
-    """
+    """Returns whether kernels read a byte for each code: of eight bits, or unpacked from parts."""
     return layout.bits not in (1, 2, 4)
 
 
-def _arrays(weight: Stored) -> list[Array]:
+def _arrays(weight: StoredWeight) -> list[Array]:
     return [a for a in weight if a is not None]
 
 
-def _attributes(weight: Stored, layout: Layout) -> dict[str, np.ndarray]:
+def _attributes(weight: StoredWeight, layout: Layout) -> dict[str, np.ndarray]:
     """Returns the attributes that describe a weight: `WeightAttr` in `native/src/ffi`."""
     nested = layout.nested
     codes = (layout.bits, layout.length, layout.block_size)
     scales = (0, 0) if nested is None else (nested.bits, nested.block_size)
-    given = [a is not None for a in weight[2:]]
-    numbers = (*codes, _SCALES.index((nested or layout).scale), _values(layout), *scales, *given)
+    present = [a is not None for a in weight[2:]]
+    numbers = (*codes, _SCALES.index((nested or layout).scale), _decode_kind(layout), *scales, *present)
     return {
         "table": np.asarray(layout.table, np.float32),
         "scale_table": np.asarray(() if nested is None else nested.table, np.float32),
@@ -157,6 +152,6 @@ def _attributes(weight: Stored, layout: Layout) -> dict[str, np.ndarray]:
     }
 
 
-def _values(layout: Layout) -> int:
-    """Returns the fastest way to decode codes of eight bits, as a number of the C++ interface."""
+def _decode_kind(layout: Layout) -> int:
+    """Returns how to decode codes of eight bits, as a number of the C++ interface."""
     return ("table", "integer", "float8_e4m3fn", "float8_e5m2").index(layout.kind) if has_byte_codes(layout) else 0

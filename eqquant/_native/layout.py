@@ -1,4 +1,4 @@
-"""A quantized weight as kernels see it: stored arrays, and the meaning of their bits.
+"""`StoredWeight` and `Layout`: a quantized weight as kernels see it.
 
 Any format of at most 256 codes is a table of values, so kernels need no formats: NF4, integers and small floats of four
 bits are all tables of 16 values. `kind` marks tables that can be decoded faster than by a lookup.
@@ -17,12 +17,11 @@ Kind = Literal["integer", "float8_e4m3fn", "float8_e5m2", "table"]
 ScaleKind = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4"]
 
 
-class Stored(NamedTuple):
-    """The stored arrays of a weight, for `cpu`.
+class StoredWeight(NamedTuple):
+    """The arrays of a weight as they are stored, for native kernels.
 
-    Zero points are packed as codes are, and offsets stored as scales are.
-
-    With `Layout.nested` scales are `scale_codes`, with scales of their own, and offsets likewise.
+    Zero points are packed as codes are, and offsets are stored as scales are. With `Layout.nested`, `scale_codes` are
+    the scales, and `scale` holds the scales of scales; likewise for offsets.
     """
 
     codes: UInt8[Array, "*batch n bytes"]
@@ -32,20 +31,20 @@ class Stored(NamedTuple):
     scale_codes: UInt8[Array, "*batch n bytes_of_scales"] | None = None
     offset: UInt[Array, "*batch n blocks"] | None = None
     offset_codes: UInt8[Array, "*batch n bytes_of_scales"] | None = None
-    selected: Int32[Array, "*selected"] | None = None  # then the axis in front is a stack, of which these are meant
+    selected: Int32[Array, "*selected"] | None = None  # indices into the first axis, a stack
 
 
 class Layout(NamedTuple):
-    """The meaning of the bits of a weight. Static."""
+    """The static description of a weight: what its bits mean."""
 
-    length: int  # of a row, in codes
-    bits: int  # of a code: 1 to 8
+    length: int  # codes in a row
+    bits: int  # bits of a code, 1 to 8
     block_size: int  # codes that share a scale; `length` if a row has one scale
     table: tuple[float, ...]  # the value of each of the `2**bits` codes
     scale: ScaleKind = "float32"
     zero_points: bool = False
     offsets: bool = False
-    nested: "Layout | None" = None  # of the codes of scales, which only `cpu` reads; others get float32
+    nested: "Layout | None" = None  # the layout of quantized scales, which only native kernels read
 
     @property
     def planes(self) -> int:
@@ -53,11 +52,11 @@ class Layout(NamedTuple):
 
         As `_numerics/packing.py` packs them.
         """
-        return 8 // (self.bits & -self.bits)  # the lowest bit of the width is that of the narrowest part
+        return 8 // (self.bits & -self.bits)  # the lowest set bit is the width of the narrowest part
 
     @property
     def one_scale(self) -> bool:
-        """Whether a row has one scale."""
+        """Whether scales are per channel: one for each row."""
         return self.block_size >= self.length
 
     @property
@@ -65,12 +64,10 @@ class Layout(NamedTuple):
         return _kind(self.table)
 
     def stretch(self, dtype: DTypeLike) -> float:
-        """Returns a factor for the table that makes rounding it to `dtype` lose less.
+        """Returns a factor of the table with which rounding it to `dtype` loses least.
 
-        Divide scales by the factor.
-
-        The rounding error of the table is the same in every block. If its mean is not zero, it adds up along a row
-        whenever the mean of `x` is not zero.
+        Divide scales by the factor. The rounding error of the table is the same in every block. If its mean is not
+        zero, it adds up along a row whenever the mean of `x` is not zero.
         """
         return _stretch(self.table, jnp.dtype(dtype).name) if self.kind == "table" else 1.0
 
@@ -97,16 +94,16 @@ def _kind(table: tuple[float, ...]) -> Kind:
 def _stretch(table: tuple[float, ...], dtype: str) -> float:
     values = np.asarray(table)
     values = values[np.isfinite(values)]
-    largest = np.abs(values).max(initial=0)
-    if jnp.dtype(dtype).itemsize > 2 or largest == 0 or len(values) < 2:
+    amax = np.abs(values).max(initial=0)
+    if jnp.dtype(dtype).itemsize > 2 or amax == 0 or len(values) < 2:
         return 1.0
-    # Scale values to about one if they might overflow a 16-bit float, or be subnormal.
-    unit = 1.0 if 2.0**-8 <= largest <= 2.0**8 else 2.0 ** -np.floor(np.log2(largest))
-    # How often each value occurs, for normally distributed weights in blocks whose maximum is 2.5 standard deviations.
-    share = np.exp(-0.5 * (2.5 * values / largest) ** 2) * np.abs(np.gradient(values))
-    share /= share.sum()
+    # If values might overflow a 16-bit float or be subnormal, scale them to about one.
+    unit = 1.0 if 2.0**-8 <= amax <= 2.0**8 else 2.0 ** -np.floor(np.log2(amax))
+    # The frequency of each value, for normally distributed weights in blocks whose amax is 2.5 standard deviations.
+    frequency = np.exp(-0.5 * (2.5 * values / amax) ** 2) * np.abs(np.gradient(values))
+    frequency /= frequency.sum()
     factors = unit * (1 + np.arange(4096) / 4096)
     exact = factors[:, None] * values
     error = (exact.astype(jnp.dtype(dtype)).astype(np.float64) - exact) / unit
-    # The squared error of a row of 4096 codes: the bias grows with their number, the spread with its square root.
-    return float(factors[np.argmin(error**2 @ share + 4096 * (error @ share) ** 2)])
+    # The squared error of a row of 4096 codes: the bias grows with their number, the deviation with its square root.
+    return float(factors[np.argmin(error**2 @ frequency + 4096 * (error @ frequency) ** 2)])

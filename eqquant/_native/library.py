@@ -1,8 +1,8 @@
 """Loads the shared library of `eqquant-cpu`, if installed, when a product first needs it.
 
-A mismatch must never break JAX. XLA asks a foreign function which version of the interface it was built with. If XLA
-cannot serve that version, and no backend has started yet, then no backend ever starts. So compare versions first, and
-register the function only once the CPU backend has started: then a refusal by XLA is only an exception.
+A mismatch must never break JAX. XLA asks a foreign function for the version of the interface that it was built with. If
+XLA does not support that version, and no backend has started yet, then no backend ever starts. So compare versions
+first, and register functions only after the CPU backend has started: then a refusal by XLA is only an exception.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import re
 import jax
 
 
-VERSION = "0.1.9"  # of `eqquant-cpu`, whose arguments `calls.py` knows
+VERSION = "0.1.9"  # the version of `eqquant-cpu` whose arguments `calls.py` knows
 MATMUL, MATMUL_INT8, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_matmul_int8", "eqquant_cpu_decode"
 ENCODE, REDUCE = "eqquant_cpu_encode", "eqquant_cpu_reduce"
 
@@ -28,7 +28,7 @@ def refusal() -> str | None:
         import eqquant_cpu  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         return f"native kernels are not installed: {_INSTALL}"
-    except Exception as error:  # whatever fails, `xla` takes the product
+    except Exception as error:  # after any failure, `xla` computes the product
         return f"the package `eqquant-cpu` fails when it is imported ({_line(error)}): {_INSTALL}"
     try:
         return _register(eqquant_cpu.LIBRARY)
@@ -80,7 +80,7 @@ def _register(path: pathlib.Path) -> str | None:
 
 
 def _api_version() -> int | None:
-    """Returns the interface version of this jaxlib, from its headers: major * 1000 + minor."""
+    """Returns the FFI version of this jaxlib, from its headers: major * 1000 + minor."""
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
         text = header.read_text()

@@ -1,4 +1,4 @@
-"""Lowers primitives: to native code on CPU where it may run, to XLA elsewhere."""
+"""Lowers primitives to native code on CPU where it may run, and to XLA elsewhere."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,8 +12,8 @@ from .. import _compat
 def lower_on_cpu(primitive: Primitive, native: Callable[..., Array], by_xla: Callable[..., Array]) -> None:
     """Registers how a primitive is computed: by `native` on CPU, and by `by_xla` elsewhere.
 
-    XLA also computes it on CPU in programs that may not call the library: exported programs, and programs whose arrays
-    the compiler divides among devices.
+    On CPU, XLA computes it in programs that may not call the library: exported programs, and programs whose arrays the
+    compiler partitions among devices.
     """
 
     def lower(context: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.Value]:

@@ -1,4 +1,4 @@
-"""How floats become codes, as numbers: the floats from which on each further code is taken."""
+"""`Steps` and `Scaling`: how native code encodes floats, without knowing their format."""
 
 from typing import NamedTuple
 
@@ -7,17 +7,17 @@ from jaxtyping import Array, Float32
 
 
 class Steps(NamedTuple):
-    """The codes of all floats, ascending, and the floats at which they change.
+    """The codes of a format in the order of their values, and the thresholds between them.
 
-    `codes[0]` stands below `starts[0]`, `codes[i + 1]` from `starts[i]` on.
+    Floats below `thresholds[0]` have the code `codes[0]`; floats from `thresholds[i]` on have `codes[i + 1]`.
 
-    - `starts`: floats, as integers of the same order (`float_order`), in which zero is above minus zero.
+    - `thresholds`: floats, as integers of the same order (`float_order`), in which zero is above minus zero.
     - `nan`: the code of NaN.
-    - `rule`, `bias`: a shorter way to the same codes, if there is one: `"even"` rounds to whole numbers, ties to even,
-        and adds the bias; `"up"` adds the bias and cuts the fraction off. Both clip. Otherwise `"steps"`.
+    - `rule`, `bias`: arithmetic that gives the same codes, if there is one: `"even"` rounds to whole numbers, ties to
+        even, and adds the bias; `"up"` adds the bias and truncates. Both clip. Otherwise `"steps"`.
     """
 
-    starts: np.ndarray
+    thresholds: np.ndarray
     codes: np.ndarray
     nan: int
     rule: str = "steps"
@@ -25,12 +25,10 @@ class Steps(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """The numbers per block that turn values into levels.
+    """The numbers of each block by which values are scaled before encoding.
 
-    A level is `(values - offset) * factor / divisor + shift`.
-
-    Where the divisor is zero, values are zero before the shift. Where it is one, and there are factors, nothing is
-    divided; elsewhere factors are one.
+    Scaled values are `(values - offset) * factor / divisor + shift`. Where the divisor is zero they are `shift`. With
+    factors, either the factor or the divisor of a block is one; with a divisor of one nothing is divided.
     """
 
     divisor: Float32[Array, "*batch blocks"]
@@ -40,11 +38,11 @@ class Scaling(NamedTuple):
 
 
 def float_order(x: np.ndarray) -> np.ndarray:
-    """Returns integers in the order of the floats."""
+    """Returns integers in the same order as the floats."""
     bits = x.view(np.int32)
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 
 
 def order_to_float(order: np.ndarray) -> np.ndarray:
-    """Returns the floats of such integers."""
+    """Returns the floats of integers from `float_order`."""
     return float_order(order.view(np.float32)).view(np.float32)  # its own inverse

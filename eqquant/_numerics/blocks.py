@@ -76,7 +76,7 @@ def dequantize_values(
 
 def absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
     """Returns the largest magnitude of each block; NaN where a value is NaN or infinite."""
-    return reduce_blocks(blocks, "largest")
+    return reduce_blocks(blocks, "amax")
 
 
 def not_finite(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
@@ -86,7 +86,7 @@ def not_finite(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*ba
 
 def signed_absmax(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:
     """Returns the value of largest magnitude of each block, with its sign; on ties, the first."""
-    return reduce_blocks(blocks, "at_largest")
+    return reduce_blocks(blocks, "signed_amax")
 
 
 def absmean(blocks: Float[Array, "*batch blocks block"]) -> Float[Array, "*batch blocks"]:

@@ -21,7 +21,7 @@ from .._native.lowering import lower_on_cpu
 from .primitives import compile_alone, leading_batching_rule
 
 
-Reduction = Literal["largest", "at_largest", "low", "high", "not_finite"]
+Reduction = Literal["amax", "signed_amax", "low", "high", "not_finite"]
 
 reduce_blocks_p = jax.extend.core.Primitive("reduce_blocks")
 
@@ -29,8 +29,8 @@ reduce_blocks_p = jax.extend.core.Primitive("reduce_blocks")
 def reduce_blocks(blocks: Float[Array, "*batch blocks block"], kind: Reduction) -> Float[Array, "*batch blocks"]:
     """Reduces each block to a value.
 
-    `"largest"` is the largest magnitude, and NaN where a value is NaN or infinite; `"not_finite"` is NaN there and zero
-    elsewhere. `"at_largest"` is the value of largest magnitude, on ties the first; `"low"` and `"high"` are the least
+    `"amax"` is the largest magnitude, and NaN where a value is NaN or infinite; `"not_finite"` is NaN there and zero
+    elsewhere. `"signed_amax"` is the value of largest magnitude, on ties the first; `"low"` and `"high"` are the least
     and the largest of all values and zero; these three mean nothing where a value is not finite.
     """
     return reduce_blocks_p.bind(blocks, kind=kind)[..., 0]
@@ -45,7 +45,7 @@ def by_xla(blocks: Array, *, kind: Reduction) -> Array:
         return jnp.max(blocks, **along, initial=0)
     if kind == "not_finite":
         return _not_finite(blocks)
-    if kind == "largest" or blocks.shape[-1] == 0:
+    if kind == "amax" or blocks.shape[-1] == 0:
         return jnp.max(jnp.abs(blocks), **along, initial=0) + _not_finite(blocks)
     index = jnp.argmax(jnp.abs(blocks), **along)
     return jnp.take_along_axis(blocks, index, axis=-1)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32
 from .._array.array import is_quantized
 from .._tree.leaves import abbreviate_list, named_leaves
 from .._types import PyTree
-from .._wrappers.low_precision import LowPrecisionArray, map_largest
+from .._wrappers.low_precision import LowPrecisionArray, map_amax
 from .masters import as_optimizer, check_given
 
 
@@ -147,13 +147,13 @@ def _nodes(tree: PyTree) -> dict[str, LowPrecisionArray]:
 
 def _held_amax(tree: PyTree) -> dict[str, Float[Array, "*stack 3"]]:
     """Returns the largest magnitudes that the weights of a tree hold, by path; not those that a mask has taken away."""
-    return {path: x.largest for path, x in _nodes(tree).items() if isinstance(x.largest, (jax.Array, np.ndarray))}
+    return {path: x.amax for path, x in _nodes(tree).items() if isinstance(x.amax, (jax.Array, np.ndarray))}
 
 
 def _bare(tree: PyTree) -> PyTree:
     """Returns what the wrapped optimizer sees: parameters without largest magnitudes, and nothing else."""
     keep = lambda x: x if is_quantized(x) or eqx.is_inexact_array(x) else None
-    return jtu.tree_map(keep, map_largest(lambda _: None, tree), is_leaf=is_quantized)
+    return jtu.tree_map(keep, map_amax(lambda _: None, tree), is_leaf=is_quantized)
 
 
 def _with_amax(steps: PyTree, like: PyTree, values: dict[str, Array]) -> PyTree:
@@ -161,7 +161,7 @@ def _with_amax(steps: PyTree, like: PyTree, values: dict[str, Array]) -> PyTree:
     others = _nodes(like)
 
     def fill(path: str, x: PyTree) -> PyTree:
-        return dataclasses.replace(x, largest=values.get(path, others[path].largest)) if path in others else x
+        return dataclasses.replace(x, amax=values.get(path, others[path].amax)) if path in others else x
 
     return jtu.tree_map_with_path(lambda path, x: fill(jtu.keystr(path), x), steps, is_leaf=_is_node)
 

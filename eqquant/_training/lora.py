@@ -35,7 +35,7 @@ from .._tree.select import (
 )
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding, part_reason
 from .._types import PyTree
-from .._wrappers.base import AbstractArrayAround
+from .._wrappers.base import AbstractWrapper
 from .._wrappers.lora import LoraArray
 from .._wrappers.low_precision import LowPrecisionArray
 from .._wrappers.simulated import FakeQuantizedArray
@@ -274,7 +274,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "it is simulated: `finalize` first"
     if isinstance(leaf.parent, LowPrecisionArray):
         return "its products run in low precision: call `loraify` first, and `low_precision_training` then"
-    if (reason := part_reason(leaf, AbstractArrayAround)) is not None:
+    if (reason := part_reason(leaf, AbstractWrapper)) is not None:
         return reason
     if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
         return reason

@@ -98,10 +98,10 @@ def low_precision_training(
     def wrap(leaf: Leaf) -> LowPrecisionArray:
         x = leaf.value
         # Zeros are no magnitudes: the first products take the current ones.
-        largest = jnp.zeros((*x.shape[:-2], 3), jnp.float32) if delayed else None
+        amax = jnp.zeros((*x.shape[:-2], 3), jnp.float32) if delayed else None
         # On the mesh of the weight, or the second step would compile again.
         return LowPrecisionArray(
-            x, forward, gradient, stochastic, follow(largest, replicated_sharding(current_sharding(x)))
+            x, forward, gradient, stochastic, follow(amax, replicated_sharding(current_sharding(x)))
         )
 
     return replace_selected(model, selections, wrap)

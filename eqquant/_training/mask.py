@@ -8,15 +8,15 @@ import jax.tree_util as jtu
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._types import PyTree
-from .._wrappers.base import AbstractArrayAround
-from .._wrappers.low_precision import map_largest
+from .._wrappers.base import AbstractWrapper
+from .._wrappers.low_precision import map_amax
 
 
 if TYPE_CHECKING:
     import optax  # imported on first use: it takes as long to import as this package
 
 
-_LARGEST = object()  # stands for the largest magnitudes of delayed scaling, which change whatever else is frozen
+_AMAX = object()  # stands for the amax of delayed scaling, which change whatever else is frozen
 
 
 def trainable_mask(tree: PyTree) -> PyTree[bool]:
@@ -43,12 +43,12 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     tree. Pass it to `equinox.partition`, `equinox.filter`, `optax.masked` or [`eqquant.filter_grad`][].
     """
     # What is stored in an array that maps or rounds its inputs trains as if it stood alone.
-    is_leaf = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractArrayAround)
-    nodes, treedef = jtu.tree_flatten(map_largest(lambda _: _LARGEST, tree), is_leaf=is_leaf)
+    is_leaf = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractWrapper)
+    nodes, treedef = jtu.tree_flatten(map_amax(lambda _: _AMAX, tree), is_leaf=is_leaf)
     adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
 
     def mask(x: PyTree) -> PyTree[bool]:
-        if x is _LARGEST:
+        if x is _AMAX:
             return True
         if is_quantized(x):
             return not adapted
@@ -56,7 +56,7 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
             return eqx.is_inexact_array(x) and not adapted
         if adapted and not x.frozen:
             return False
-        trains = lambda path, leaf: leaf is _LARGEST or path[0].name not in x.frozen and eqx.is_inexact_array(leaf)
+        trains = lambda path, leaf: leaf is _AMAX or path[0].name not in x.frozen and eqx.is_inexact_array(leaf)
         return jtu.tree_map_with_path(trains, x, is_leaf=is_quantized)
 
     return jtu.tree_unflatten(treedef, [mask(x) for x in nodes])

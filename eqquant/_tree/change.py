@@ -13,7 +13,7 @@ from jaxtyping import Array
 from .._array.checks import as_jax_array, check_finite
 from .._mesh import on_device
 from .._types import PyTree
-from .._wrappers.mapped import AbstractMappedArray, beside
+from .._wrappers.mapped import AbstractMappedArray, reshape_along_axis
 from .folds import Weights
 from .leaves import abbreviate_list, as_batches, DenseArray, replace_leaves
 from .select import select_leaves, Selection, Where
@@ -95,13 +95,13 @@ def _change(x: DenseArray, changes: Sequence[Change]) -> DenseArray:
 
 def multiply_inputs(x: Array, by: Array, axis: int) -> Array:
     """Returns a weight whose inputs, along an axis, are multiplied by one number each."""
-    return x * beside(by, x.ndim, axis)
+    return x * reshape_along_axis(by, x.ndim, axis)
 
 
 def divide_outputs(x: Array, by: Array, axis: int, offset: float | int) -> Array:
     """Returns a weight whose outputs are divided by one number each, or a vector, to which a layer adds `offset`."""
     if x.ndim > by.ndim:
-        return x / beside(by, x.ndim, axis)
+        return x / reshape_along_axis(by, x.ndim, axis)
     return (x + offset) / by - offset
 
 

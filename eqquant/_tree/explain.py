@@ -15,7 +15,7 @@ from rich.table import Table
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
-from .._matmul.explain import implementation_of
+from .._matmul.explain import find_implementation
 from .._program.facts import AbstractFollower, Data, Fact, Parameter, SeenUse
 from .._program.follow import follow
 from .._program.products import Product
@@ -243,7 +243,7 @@ _ROLES = {
 def _describe(leaf: Leaf, uses: Sequence[SeenUse], inputs: tuple[int, ...] | None) -> WeightUse:
     x, quantized = leaf.value, is_quantized(leaf.value)
     roles = list(dict.fromkeys(_ROLES.get(use.kind, f"used by {use.kind}") for use in uses))
-    packed = [implementation_of(use.equation) for use in uses if use.kind == "quantized_matmul"]
+    packed = [find_implementation(use.equation) for use in uses if use.kind == "quantized_matmul"]
     dense: dict[str, dict[str, None]] = {}  # the operations on floats of a quantized weight, by line
     for use in uses:
         if quantized and use.kind not in ("quantized_matmul", "lookup"):

@@ -14,7 +14,7 @@ from jax.tree_util import KeyPath
 
 from .._array.array import is_quantized
 from .._types import PyTree
-from .._wrappers.base import AbstractArrayAround, AbstractWrappedArray
+from .._wrappers.base import AbstractMatmulOverride, AbstractWrapper
 from .._wrappers.mapped import AbstractMappedArray
 
 
@@ -72,7 +72,7 @@ class Leaf:
 
         `None` for a scale or a zero point of such products, which the float model has not.
         """
-        wrapping = [isinstance(node, AbstractWrappedArray) for node in self.nodes]
+        wrapping = [isinstance(node, AbstractMatmulOverride) for node in self.nodes]
         if any(w and key_name(key) != "array" for w, key in zip(wrapping, self.keys, strict=True)):
             return None
         if not any(wrapping):
@@ -146,7 +146,7 @@ def as_batches(batches: PyTree | Iterable[PyTree]) -> Iterable[PyTree]:
 
 def _is_wrapper(node: PyTree, key: Hashable) -> bool:
     """Whether a node wraps one array: a `Variable` of Flax, a `NamedArray` of haliax, or an array around another."""
-    if isinstance(node, AbstractArrayAround):
+    if isinstance(node, AbstractWrapper):
         return key_name(key) == "array"
     by_name = key_name(key) in ("value", "array") or isinstance(key, jtu.FlattenedIndexKey)
     return by_name and len(_children(node)) == 1

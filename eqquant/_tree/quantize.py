@@ -22,7 +22,7 @@ from .._methods import AbsMax, AbstractMethod
 from .._methods.inputs import InputsError
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
-from .._wrappers.simulated import FakeQuantizedArray, simulate_array
+from .._wrappers.simulated import fake_quantize_array, FakeQuantizedArray
 from .config import ActivationsLike
 from .decide import decide, decide_activations, Decision, FormatRules
 from .leaves import replace_leaves
@@ -142,7 +142,7 @@ def quantize_tree(
         same = (id(decision.leaf.value), decision.format, decision.axes, wanted[n], id(decision.method))
         if same not in done:
             encode = (
-                ft.partial(simulate_array, learn_scales=learn_scales, method=methods[n])
+                ft.partial(fake_quantize_array, learn_scales=learn_scales, method=methods[n])
                 if simulate
                 else ft.partial(quantize_array, key=keys[n], method=methods[n])
             )

@@ -11,8 +11,8 @@ from jaxtyping import DTypeLike
 from .._array.array import is_quantized, QuantizedArray
 from .._numerics.axes import as_axes
 from .._types import PyTree
-from .._wrappers.base import AbstractWrappedArray
-from .._wrappers.low_precision import LowPrecisionArray, map_largest
+from .._wrappers.base import AbstractMatmulOverride
+from .._wrappers.low_precision import LowPrecisionArray, map_amax
 from .._wrappers.mapped import AbstractMappedArray
 from .._wrappers.simulated import FakeQuantizedArray
 from .leaves import array_nbytes, DenseArray, is_mapped, Leaf, named_leaves
@@ -42,7 +42,7 @@ def summary(tree: PyTree) -> TreeReport:
     """
     rows = []
     for leaf in named_leaves(tree, _is_whole):
-        if isinstance(leaf.value, AbstractWrappedArray):
+        if isinstance(leaf.value, AbstractMatmulOverride):
             rows.extend(_rows_within(leaf))
         elif isinstance(leaf.value, FakeQuantizedArray):
             master = dataclasses.replace(leaf, value=leaf.value.master)
@@ -63,7 +63,7 @@ def _dense_reason(leaf: Leaf) -> str:
 
 
 def _is_whole(x: PyTree) -> bool:
-    return is_quantized(x) or isinstance(x, (FakeQuantizedArray, AbstractWrappedArray))
+    return is_quantized(x) or isinstance(x, (FakeQuantizedArray, AbstractMatmulOverride))
 
 
 def _rows_within(leaf: Leaf) -> list[LeafReport]:
@@ -74,7 +74,7 @@ def _rows_within(leaf: Leaf) -> list[LeafReport]:
         row = quantized_row(leaf.path, w.array, f"quantized{calibrated}", w.size * w.dtype.itemsize)
         return [row._replace(activations=w.activations, nbytes=w.nbytes)]
     if isinstance(w, LowPrecisionArray):
-        delayed = "" if w.largest is None else ", by delayed scales"
+        delayed = "" if w.amax is None else ", by delayed scales"
         how = f"round both operands to {w.forward!r}, and gradients to {w.gradient!r}{delayed}"
     else:
         how = f"quantize the other operand, to {w.activations!r}"
@@ -119,7 +119,7 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
 
     def dequantize(leaf: Leaf) -> PyTree:
         x = leaf.value
-        if isinstance(x, AbstractWrappedArray):
+        if isinstance(x, AbstractMatmulOverride):
             return dequantize_tree(x.array, dtype)
         if isinstance(x, AbstractMappedArray):
             inner = dequantize_tree(x.array)
@@ -173,7 +173,7 @@ def count_params(tree: PyTree) -> int:
     once.
     """
     seen: dict[int, int] = {}
-    for x in jtu.tree_leaves(map_largest(lambda _: None, tree), is_leaf=is_quantized):
+    for x in jtu.tree_leaves(map_amax(lambda _: None, tree), is_leaf=is_quantized):
         if is_quantized(x):
             seen[id(x.codes)] = x.size
         elif ineligible_reason(x) in (None, "a scalar"):

@@ -11,7 +11,7 @@ from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._errors import a_type
 from .._types import PyTree
-from .._wrappers.base import AbstractArrayAround
+from .._wrappers.base import AbstractWrapper
 from .._wrappers.mapped import AbstractMappedArray
 from .leaves import DenseArray, is_mapped, key_name, Leaf
 from .roles import elementwise_role, role_by_name, role_by_place
@@ -50,7 +50,7 @@ def place_reason(leaf: Leaf) -> str | None:
     return None
 
 
-def part_reason(leaf: Leaf, around: type[AbstractArrayAround] = AbstractMappedArray) -> str | None:
+def part_reason(leaf: Leaf, around: type[AbstractWrapper] = AbstractMappedArray) -> str | None:
     """Returns which array a leaf is a part of, or `None`. What an array of the class `around` holds is no part."""
     if not isinstance(leaf.parent, AbstractArrayValue):
         return None

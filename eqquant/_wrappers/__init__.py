@@ -1,4 +1,4 @@
-"""Arrays around another array: input transforms, quantized activations, fake quantization, low-rank factors."""
+"""Array wrappers: input transforms, activation and fake quantization, low-rank factors."""
 
 # Importing these registers rules of Quax.
 from . import (

@@ -1,4 +1,4 @@
-"""Quantized activations: rows that a product quantizes, and weights whose products quantize what they multiply."""
+"""Weights whose products quantize activations, dynamically or with static scales."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from jaxtyping import Array, ArrayLike, Float, Float32, UInt8, UInt32
 
 from .. import _compat
 from .._array.checks import check_parameters
-from .._array.contraction import AbstractOperand, as_matrices, Constraints, constraints_of, linear, Matrices, Options
+from .._array.contraction import AbstractOperand, as_matrices, Constraints, get_constraints, linear, MatrixAxes, Options
 from .._array.value import AbstractArrayValue, as_permutation
 from .._errors import a_type
 from .._formats.base import AbstractFormat, as_format, has_one_scale, has_zero_points
 from .._matmul.rows import AbstractRows, DynamicRows, StaticRows
 from .._types import PyTree
-from .base import AbstractWrappedArray
-from .learned_scale import clipped, trained_scale
+from .base import AbstractMatmulOverride
+from .learned_scale import decode_learned_scale, ste_source
 
 
-class ActivationQuantizedArray(AbstractWrappedArray):
-    r"""A quantized weight whose products quantize the other operand too, and multiply codes with codes.
+class ActivationQuantizedArray(AbstractMatmulOverride):
+    r"""A quantized weight whose products quantize the activations too.
 
-    [`eqquant.quantize_tree`][] makes it with `activations=`. `w @ x` quantizes each column of `x` (each example, or
-    token) to the format `activations`, multiplies, and scales the result; of a complex `x`, the real and the imaginary
-    part apart. Gradients pass straight through the rounding of `x`. Apart from products it behaves as the weight: a
-    lookup `w[i]` returns its rows.
+    [`eqquant.quantize_tree`][] makes it with `activations=`. `w @ x` quantizes `x` per token (column) to the format
+    `activations`, multiplies codes by codes, and scales the result; of a complex `x`, the real and the imaginary part
+    apart. This is dynamic quantization; with `scale` it is static. Gradients pass straight through the rounding of `x`.
+    Apart from products it behaves as the weight: a lookup `w[i]` returns its rows.
 
     !!! Example
 
@@ -43,11 +43,11 @@ class ActivationQuantizedArray(AbstractWrappedArray):
     **Arguments:**
 
     - `array`: the weight, a [`eqquant.QuantizedArray`][] or another array of this library.
-    - `activations`: the format of the other operand, or its lower-case name. A scale covers a block of one example, or
-        all of it: examples never share one, even if `block_size="tensor"`.
-    - `scale`, `zero_point`: a scale (and zero point, if the format has one) from calibration, instead of one for each
-        example. Of shape `()`, or one for each layer of a stack, `(layers,)`. They need a format without blocks. Values
-        beyond their range are clipped, and get no gradient.
+    - `activations`: the format of the activations, or its lower-case name. Scales are per token or per block: tokens
+        never share one, even if `block_size="tensor"`.
+    - `scale`, `zero_point`: the static scale (and zero point, if the format has one) from calibration. Of shape `()`,
+        or one for each layer of a stack, `(layers,)`. They need a format without blocks. Values beyond their range are
+        clipped, and get no gradient.
     - `learn_scale`: whether that scale trains. It then holds a factor, stored as its logarithm, a float leaf.
     """
 
@@ -74,7 +74,7 @@ class ActivationQuantizedArray(AbstractWrappedArray):
             raise TypeError(
                 f"`array` must be a quantized weight. Got {a_type(array)}. Quantize it: `eqq.quantize(w, 'int8')`."
             )
-        if isinstance(array, AbstractWrappedArray):
+        if isinstance(array, AbstractMatmulOverride):
             raise TypeError(
                 f"`array` must be a weight whose products are not changed yet. Got {a_type(array)}. Quantize "
                 "the weight within: `eqq.quantize(w.dequantize())`."
@@ -117,8 +117,8 @@ class ActivationQuantizedArray(AbstractWrappedArray):
 
     @property
     def scale(self) -> Float32[Array, "*stack"] | None:
-        """The scale from calibration, perhaps trained since, or `None` if each example gets its own."""
-        return None if self.scale_bits is None else trained_scale(self.scale_bits, self.log_factor)
+        """The static scale, from calibration or learned; `None` for dynamic quantization."""
+        return None if self.scale_bits is None else decode_learned_scale(self.scale_bits, self.log_factor)
 
     def with_fixed_scale(self) -> "ActivationQuantizedArray":
         """Fixes a learned scale at the value that it has, so that it no longer trains.
@@ -135,17 +135,17 @@ class ActivationQuantizedArray(AbstractWrappedArray):
         """Permutes the logical axes of the weight."""
         order, batch = as_permutation(axes, self.ndim), self.ndim - 2
         array = self.array.transpose(order)
-        moved = self.scale_bits is not None and self.scale_bits.ndim > 0 and order[:batch] != list(range(batch))
-        return array if moved else self._around(array)
+        moves_stack = self.scale_bits is not None and self.scale_bits.ndim > 0 and order[:batch] != list(range(batch))
+        return array if moves_stack else self._rewrap(array)
 
     def reshape(self, *shape: int | Sequence[int], **kwargs: Any) -> Array | AbstractArrayValue:
         """Reshapes the weight."""
         array = self.array.reshape(*shape, **kwargs)
         stacked = self.scale_bits is not None and self.scale_bits.ndim > 0
-        return array if stacked else self._around(array)
+        return array if stacked else self._rewrap(array)
 
-    def _around(self, array: PyTree) -> Array | AbstractArrayValue:
-        # While training, floats may stand in the place of the weight.
+    def _rewrap(self, array: PyTree) -> Array | AbstractArrayValue:
+        # While training, floats may stand in for the weight.
         stand_in = not isinstance(self.array, AbstractArrayValue) and jnp.issubdtype(array.dtype, jnp.floating)
         if not stand_in and not isinstance(array, AbstractArrayValue):
             return array
@@ -153,39 +153,39 @@ class ActivationQuantizedArray(AbstractWrappedArray):
 
     @property
     def constraints(self) -> Constraints:
-        """For products: those of the weight; layers with scales of their own stay apart."""
-        within = constraints_of(self.array)
+        """For products: the constraints of the weight; layers with own scales stay apart."""
+        within = get_constraints(self.array)
         layers = 0 if self.scale_bits is None else self.scale_bits.ndim
         return within._replace(stack=max(within.stack, layers))
 
-    def as_matrices(self, axes: Matrices) -> "ActivationQuantizedArray":
+    def as_matrices(self, axes: MatrixAxes) -> "ActivationQuantizedArray":
         """For products: the weight as matrices, and scales that broadcast to rows."""
         front = axes.shape(self.shape)[:-2]
         layers = 0 if self.scale_bits is None else self.scale_bits.ndim
-        kept = sum(axis < layers for axis in axes.front)
-        arrange = lambda leaf: leaf.reshape(*front[:kept], *[1] * (len(front) - kept + 2)) if layers else leaf
+        stacked = sum(axis < layers for axis in axes.front)
+        arrange = lambda leaf: leaf.reshape(*front[:stacked], *[1] * (len(front) - stacked + 2)) if layers else leaf
         scales = jtu.tree_map(arrange, (self.scale_bits, self.zero_point, self.log_factor))
         parts = lambda w: (w.array, w.scale_bits, w.zero_point, w.log_factor)
         is_part = lambda x: any(x is part for part in parts(self))
         return eqx.tree_at(parts, self, (as_matrices(self.array, axes), *scales), is_leaf=is_part)
 
     def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
-        """For products: that of the weight, which quantizes rows of `x`."""
+        """For products: the product of the weight, with quantized rows of `x`."""
         return linear(self.array, x, options._replace(quantize_x=self.quantize_rows))
 
     def with_dense_weight(self) -> "ActivationQuantizedArray":
         """For products: the same, with a dense weight."""
-        return with_weight(self, self._dense_within())
+        return with_weight(self, self._dequantize_inner())
 
     def quantize_rows(self, rows: Float[Array, "*batch rows length"]) -> AbstractRows:
-        """Returns rows of the other operand, to be quantized by the product."""
+        """Returns rows of activations for the product to quantize."""
         if self.scale is None:
             return DynamicRows(rows, self.activations)
         per_row = lambda value: jnp.broadcast_to(value, (*rows.shape[:-1], 1))
-        given = jtu.tree_map(per_row, (self.scale, self.zero_point))
-        rows, scale, zero_point = _compat.vary_alike((rows, *given))
+        parameters = jtu.tree_map(per_row, (self.scale, self.zero_point))
+        rows, scale, zero_point = _compat.vary_alike((rows, *parameters))
         static = StaticRows(rows, self.activations, scale, zero_point, None)
-        return dataclasses.replace(static, gradient_of=clipped(rows, static.quantized(), self.log_factor))
+        return dataclasses.replace(static, gradient_of=ste_source(rows, static.quantize(), self.log_factor))
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         learned = "" if self.log_factor is None else ", learned"
@@ -196,5 +196,5 @@ class ActivationQuantizedArray(AbstractWrappedArray):
 
 
 def with_weight(w: ActivationQuantizedArray, array: PyTree) -> ActivationQuantizedArray:
-    """Returns an array with the same quantized activations around another weight."""
+    """Returns the wrapper around another weight."""
     return eqx.tree_at(lambda w: w.array, w, array, is_leaf=lambda x: x is w.array)

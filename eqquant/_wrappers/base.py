@@ -1,4 +1,4 @@
-"""Arrays around another: those whose products alone differ from its own, and what they share with other ones."""
+"""Base classes of arrays that wrap another array."""
 
 import abc
 
@@ -12,8 +12,8 @@ from .._formats.base import AbstractFormat
 from .._types import PyTree
 
 
-class AbstractArrayAround(AbstractArrayValue):
-    """An array of the shape and dtype of another, which it holds: floats, or anything that stands for an array."""
+class AbstractWrapper(AbstractArrayValue):
+    """A wrapper around an array of the same shape and dtype: floats, or one of our arrays."""
 
     array: eqx.AbstractVar[PyTree]
 
@@ -38,30 +38,30 @@ class AbstractArrayAround(AbstractArrayValue):
         # The `format` of a `jax.Array` is a layout.
         return getattr(self.array, "format", None) if isinstance(self.array, AbstractArrayValue) else None
 
-    def _dense_within(self) -> Float[Array, "..."]:
-        """Returns the array within, dense."""
+    def _dequantize_inner(self) -> Float[Array, "..."]:
+        """Returns the wrapped array, dense."""
         return self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else jnp.asarray(self.array)
 
 
-class AbstractWrappedArray(AbstractArrayAround):
-    """A weight with products of another kind. Everything but products is that of the weight within.
+class AbstractMatmulOverride(AbstractWrapper):
+    """A wrapper that overrides only the products of a weight.
 
-    Models are walked through it: to statistics, masks and factors the leaf within is the weight, under the path that
-    it has in the float model.
+    It looks up, slices and casts as the weight does. Functions of models look through it: statistics, masks and
+    low-rank factors see the wrapped weight, under its path in the float model.
     """
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense weight."""
-        return self._dense_within()
+        return self._dequantize_inner()
 
     def astype(self, dtype: DTypeLike) -> AbstractArrayValue | Array:
         """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
-        return self._around(self.array.astype(dtype))
+        return self._rewrap(self.array.astype(dtype))
 
     def __getitem__(self, index: Index) -> Array:
         """Returns dense values of the weight."""
         return self.array[index]
 
     @abc.abstractmethod
-    def _around(self, array: PyTree) -> Array | AbstractArrayValue:
-        """Returns another array with these products, or that array itself if it cannot have them."""
+    def _rewrap(self, array: PyTree) -> Array | AbstractArrayValue:
+        """Wraps another array alike, or returns that array itself if it cannot be wrapped."""

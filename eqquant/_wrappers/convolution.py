@@ -1,14 +1,15 @@
-"""Convolutions with quantized activations: codes with codes, scaled once. `eqquant.quaxify` leads to them.
+"""Convolutions of quantized activations and quantized weights, under `eqquant.quaxify`.
 
-A scale must not change within a window. So an example of `x` has one scale, as has an output channel of the weight:
+Codes are multiplied by codes, and sums scaled once. A scale must not change within a window, so each example of `x` has
+one scale, and each output channel of the weight:
 
     y = s t (conv(a, b) - p conv(1, b))
 
 where `a` are the integers of `x` with the zero point `p`, and `b` those of the weight. The correction is a convolution
 of ones, because a window at the border sees fewer values.
 
-GPU and TPU convolve int8 in int32. On CPU XLA's convolutions of int8 take 20 times as long as those of float32. There
-the same integers are convolved as floats, in parts of the input channels whose sums are below 2^24, and so exact.
+GPU and TPU convolve int8 in int32. On CPU, XLA convolves int8 far slower than float32. There the same integers are
+convolved as floats, in groups of input channels whose sums are below 2^24, and so exact.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from .._array.dense import allow_dense
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue
 from .._formats.layout import layout_of
-from .._matmul.dispatch import as_codes, pack_arrays
+from .._matmul.dispatch import as_codes, as_packed_weight
 from .._matmul.kernels import codes
 from .._native.layout import Layout
 from .._numerics.axes import as_axes, logical_order
@@ -36,10 +37,10 @@ from .activation import ActivationQuantizedArray
 from .simulated import FakeQuantizedArray
 
 
-Params: TypeAlias = dict[str, Any]  # of the primitive
+Params: TypeAlias = dict[str, Any]  # the parameters of the primitive
 
-# Float32 holds every integer up to this.
-_EXACT = 2**24
+# Float32 holds every integer up to this one.
+_MAX_EXACT = 2**24
 
 
 @quax.register(lax.conv_general_dilated_p)
@@ -51,103 +52,112 @@ def _convolve(x: ArrayLike, w: ActivationQuantizedArray, **params: object) -> Ar
 
 
 def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: Params) -> Float[Array, "..."]:
-    """Computes `conv_general_dilated`, with the parameters of its primitive, after quantizing each example of `x`.
+    """Computes `conv_general_dilated` after quantizing each example of `x`.
 
-    Formats that are no integers, or have blocks, are decoded: then the values of both are convolved.
+    `params` are the parameters of the primitive. If a format is no integer or has blocks, decoded values are convolved.
     """
     batch = params["dimension_numbers"].lhs_spec[0]
     examples = jnp.moveaxis(x, batch, 0)
-    q = w.quantize_rows(examples.reshape(examples.shape[0], math.prod(examples.shape[1:]))).quantized()
-    restored = lambda values: jnp.moveaxis(values.reshape(examples.shape), 0, batch)
+    q = w.quantize_rows(examples.reshape(examples.shape[0], math.prod(examples.shape[1:]))).quantize()
+    restore_shape = lambda values: jnp.moveaxis(values.reshape(examples.shape), 0, batch)
     dense = ft.partial(lax.conv_general_dilated_p.bind, **params)
     weight = w.array.quantized() if isinstance(w.array, FakeQuantizedArray) else w.array
-    # Its gradient reaches what `gradient_of` of the rows names: a learned scale too, and nothing that is clipped.
-    takes_codes = _takes_codes(q, weight, params)
+    # The dense convolution gives the gradient: it reaches learned scales, and skips clipped values.
+    multiplies_codes = _can_multiply_codes(q, weight, params)
     with allow_dense():
-        values = restored(q.dequantize()).astype(x.dtype)
-    with allow_dense() if takes_codes else contextlib.nullcontext():
+        values = restore_shape(q.dequantize()).astype(x.dtype)
+    with allow_dense() if multiplies_codes else contextlib.nullcontext():
         expected = dense(values, w.dequantize())
-    if not takes_codes:
+    if not multiplies_codes:
         return expected
-    y = _product(as_codes(q), weight, restored, params)
+    y = _convolve_codes(as_codes(q), weight, restore_shape, params)
     return value_of(y.astype(expected.dtype), gradient_of=expected)
 
 
-def _layouts(q: QuantizedArray, w: QuantizedArray) -> tuple[Layout, Layout]:
+def _get_layouts(q: QuantizedArray, w: QuantizedArray) -> tuple[Layout, Layout]:
     return layout_of(q.format, q.shape[-1]), layout_of(w.format, row_length(w))
 
 
-def _takes_codes(q: QuantizedArray, w: Array | AbstractArrayValue, params: Params) -> bool:
+def _can_multiply_codes(q: QuantizedArray, w: Array | AbstractArrayValue, params: Params) -> bool:
     if not isinstance(w, QuantizedArray) or params["batch_group_count"] != 1:
         return False
     inputs = {axis % w.ndim for axis in as_axes(w.axis)}
     whole_channels = inputs == set(range(w.ndim)) - {params["dimension_numbers"].rhs_spec[0]}
     return whole_channels and all(
-        layout.one_scale and not layout.offsets and codes.is_integer(layout) for layout in _layouts(q, w)
+        layout.one_scale and not layout.offsets and codes.is_integer(layout) for layout in _get_layouts(q, w)
     )
 
 
-def _product(
-    q: QuantizedArray, w: QuantizedArray, restored: Callable[[Array], Array], params: Params
+def _convolve_codes(
+    q: QuantizedArray, w: QuantizedArray, restore_shape: Callable[[Array], Array], params: Params
 ) -> Float[Array, "..."]:
-    numbers, (x_layout, w_layout) = params["dimension_numbers"], _layouts(q, w)
-    left = codes.operand(pack_arrays(q), x_layout, "int8", x_layout.length)
-    right = codes.operand(pack_arrays(w), w_layout, "int8", w_layout.length)
+    numbers, (x_layout, w_layout) = params["dimension_numbers"], _get_layouts(q, w)
+    left = codes.operand(as_packed_weight(q), x_layout, "int8", x_layout.length)
+    right = codes.operand(as_packed_weight(w), w_layout, "int8", w_layout.length)
     shape = lambda n, axis: tuple(n if i == axis else 1 for i in range(w.ndim))
     per_example = lambda a, spec: a.reshape(shape(a.shape[0], spec[0]))
     per_channel = lambda a, spec, axis: a.reshape(shape(a.shape[0], spec[axis]))
-    a, b = restored(left.values), logical_order(right.values[:, 0], as_axes(w.axis), w.lengths)
+    a, b = restore_shape(left.values), logical_order(right.values[:, 0], as_axes(w.axis), w.lengths)
     p = None if left.zero is None else per_example(left.zero, numbers.lhs_spec)
     r = None if right.zero is None else per_channel(right.zero, numbers.rhs_spec, 0)
-    as_floats = ft.partial(_in_floats, params=params, largest=_largest(x_layout, p) * _largest(w_layout, r))
+    as_floats = ft.partial(
+        _convolve_floats, params=params, max_product=_find_amax(x_layout, p) * _find_amax(w_layout, r)
+    )
     if r is not None:
         y = as_floats(a, b, p, r)
     else:
-        as_integers = ft.partial(_in_integers, params=params)
+        as_integers = ft.partial(_convolve_integers, params=params)
         y = lax.platform_dependent(a, b, p, r, cpu=as_floats, default=as_integers)
     scale = per_example(left.scale, numbers.out_spec) * per_channel(right.scale, numbers.out_spec, 1)
     return y.astype(jnp.float32) * jnp.broadcast_to(scale, y.shape)
 
 
-def _largest(layout: Layout, zero: Array | None) -> int:
-    """Returns the largest magnitude of a value without its zero point."""
+def _find_amax(layout: Layout, zero: Array | None) -> int:
+    """Returns the amax of values minus their zero point."""
     return int(max(map(abs, layout.table))) if zero is None else 2**layout.bits
 
 
-def _exactly(a: Num[Array, "..."], b: Num[Array, "..."], params: Params, dtype: DTypeLike) -> Num[Array, "..."]:
+def _convolve_exactly(
+    a: Num[Array, "..."], b: Num[Array, "..."], params: Params, dtype: DTypeLike
+) -> Num[Array, "..."]:
     exact = {"preferred_element_type": jnp.dtype(dtype), "precision": (lax.Precision.HIGHEST,) * 2}
     return lax.conv_general_dilated_p.bind(a, b, **{**params, **exact})
 
 
-def _in_integers(
+def _convolve_integers(
     a: Int8[Array, "..."], b: Int8[Array, "..."], p: Array | None, r: None, *, params: Params
 ) -> Int32[Array, "..."]:
     del r
-    y, numbers = _exactly(a, b, params, jnp.int32), params["dimension_numbers"]
+    y, numbers = _convolve_exactly(a, b, params, jnp.int32), params["dimension_numbers"]
     if p is None:
         return y
-    at_border = _exactly(lax.slice_in_dim(jnp.ones_like(a), 0, 1, axis=numbers.lhs_spec[0]), b, params, jnp.int32)
+    at_border = _convolve_exactly(
+        lax.slice_in_dim(jnp.ones_like(a), 0, 1, axis=numbers.lhs_spec[0]), b, params, jnp.int32
+    )
     p = jnp.moveaxis(p, numbers.lhs_spec[0], numbers.out_spec[0])
     return y - jnp.broadcast_to(p, y.shape) * jnp.broadcast_to(at_border, y.shape)
 
 
-def _in_floats(
-    a: Int8[Array, "..."], b: Int8[Array, "..."], p: Array | None, r: Array | None, *, params: Params, largest: int
+def _convolve_floats(
+    a: Int8[Array, "..."], b: Int8[Array, "..."], p: Array | None, r: Array | None, *, params: Params, max_product: int
 ) -> Int32[Array, "..."]:
-    centred = lambda a, p: (a if p is None else a.astype(jnp.int32) - jnp.broadcast_to(p, a.shape)).astype(jnp.float32)
-    a, b, numbers = centred(a, p), centred(b, r), params["dimension_numbers"]
+    subtract_zero = lambda a, p: (a if p is None else a.astype(jnp.int32) - jnp.broadcast_to(p, a.shape)).astype(
+        jnp.float32
+    )
+    a, b, numbers = subtract_zero(a, p), subtract_zero(b, r), params["dimension_numbers"]
     a_axis, (_, b_axis, *window) = numbers.lhs_spec[1], numbers.rhs_spec
     groups, channels = params["feature_group_count"], b.shape[b_axis]
-    together = max(_EXACT // (largest * math.prod(b.shape[axis] for axis in window)), 1)
+    max_channels = max(_MAX_EXACT // (max_product * math.prod(b.shape[axis] for axis in window)), 1)
 
-    def part(start: int) -> Int32[Array, "..."]:
-        size = min(together, channels - start)
-        each = jnp.moveaxis(a, a_axis, -1)
-        each = each.reshape(*each.shape[:-1], groups, channels)[..., start : start + size]
-        some = jnp.moveaxis(each.reshape(*each.shape[:-2], groups * size), -1, a_axis)
+    def convolve_channels(start: int) -> Int32[Array, "..."]:
+        size = min(max_channels, channels - start)
+        x = jnp.moveaxis(a, a_axis, -1)
+        x = x.reshape(*x.shape[:-1], groups, channels)[..., start : start + size]
+        x = jnp.moveaxis(x.reshape(*x.shape[:-2], groups * size), -1, a_axis)
         weight = lax.slice_in_dim(b, start, start + size, axis=b_axis)
-        return _exactly(some, weight, params, jnp.float32).astype(jnp.int32)
+        return _convolve_exactly(x, weight, params, jnp.float32).astype(jnp.int32)
 
-    if together >= channels:
-        return _exactly(a, b, params, jnp.float32).astype(jnp.int32)
-    return sum((part(start) for start in range(together, channels, together)), part(0))
+    if max_channels >= channels:
+        return _convolve_exactly(a, b, params, jnp.float32).astype(jnp.int32)
+    starts = range(max_channels, channels, max_channels)
+    return sum(map(convolve_channels, starts), convolve_channels(0))

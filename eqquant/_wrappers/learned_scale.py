@@ -1,4 +1,4 @@
-"""Scales that train, and the gradients of values that scales clip."""
+"""Learned scales, and straight-through gradients that respect clipping."""
 
 import math
 
@@ -14,28 +14,28 @@ from .._formats.base import levels_of
 from .._numerics.blocks import expand
 
 
-def trained_scale(
+def decode_learned_scale(
     bits: UInt32[Array, "*scales"], log_factor: Float32[Array, "*scales"] | None
 ) -> Float32[Array, "*scales"]:
-    """Returns the scale that training began with, times the factor that it has learned since, if it learns one.
+    """Returns the initial scale times the learned factor, if there is one.
 
-    Its gradient is that of `clipped`, so none passes here.
+    No gradient passes here: `ste_source` has the gradient of the factor.
     """
     scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return scale if log_factor is None else scale * jnp.exp(jax.lax.stop_gradient(log_factor))
 
 
 def in_range(rows: Float[Array, "*batch length"], q: QuantizedArray) -> Bool[Array, "*batch length"]:
-    """Returns where values lie in the range of their block's levels, extended by half a step on either side.
+    """Returns where values lie within half a step of the range of their block's levels.
 
     **Arguments:**
 
     - `rows`: the values that were quantized, in memory order.
-    - `q`: what they became.
+    - `q`: the quantized values.
     """
     levels, reached = levels_of(q.format)
     levels = np.unique(levels[reached])
-    # Slightly more than half: Dynamic8 scales its largest magnitude to exactly half a step below its lowest level.
+    # Slightly more than half: Dynamic8 scales the amax to exactly half a step below its lowest level.
     half = 0.5 + 1e-4
     low, high = levels[0] - half * (levels[1] - levels[0]), levels[-1] + half * (levels[-1] - levels[-2])
     zero = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32)
@@ -47,15 +47,15 @@ def in_range(rows: Float[Array, "*batch length"], q: QuantizedArray) -> Bool[Arr
     return (rows >= per_value(jnp.minimum(*ends))) & (rows <= per_value(jnp.maximum(*ends)))
 
 
-def clipped(
+def ste_source(
     rows: Float[Array, "*batch length"], q: QuantizedArray, log_factor: Float32[Array, "..."] | None = None
 ) -> Float[Array, "*batch length"]:
-    r"""Returns what receives the gradient of rounded values: `rows`, but nothing where the scale clips them.
+    r"""Returns `rows` for straight-through estimation, with zero gradient where clipped.
 
-    With `log_factor`, the logarithm of a factor that the scales hold, it receives a gradient too: that of learned step
-    sizes (LSQ). A rounded value is $\hat v = s c$ with a code $c$ near $v / s$, so
-    $\partial \hat v / \partial \log s = \hat v - v$, or $\hat v$ where $v$ is clipped. The gradient is divided by
-    $\sqrt{n c_{\max}}$ for $n$ values with one scale, so that scales and weights learn at similar speed.
+    `log_factor`, the logarithm of a learned factor of the scales, receives the gradient of learned step sizes (LSQ).
+    With $\hat v = s c$ for a code $c$ near $v / s$, it is $\partial \hat v / \partial \log s = \hat v - v$, or $\hat v$
+    where $v$ is clipped. The gradient is divided by $\sqrt{n c_{\max}}$ for $n$ values with one scale, so that
+    scales and weights learn at similar speed.
 
     **Arguments:**
 
@@ -72,6 +72,6 @@ def clipped(
     with allow_dense():
         rounded = q.dequantize().astype(jnp.float32)
     slope = jax.lax.stop_gradient(rounded - jnp.where(inside, rows, 0).astype(jnp.float32))
-    zero = log_factor - jax.lax.stop_gradient(log_factor)  # its value; its gradient passes
+    zero = log_factor - jax.lax.stop_gradient(log_factor)  # zero, with the gradient of `log_factor`
     zero = expand(zero, q.block_size, rows.shape[-1]) if log_factor.ndim else jnp.broadcast_to(zero, rows.shape)
     return source + (speed * slope * zero).astype(rows.dtype)

@@ -1,4 +1,4 @@
-"""Quax rules of gathers: the rows that a lookup takes are decoded, and matrices of a stack stay packed."""
+"""Quax rules of gathers: lookups decode their rows, and matrices of a stack stay packed."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,39 +14,39 @@ from .._array.array import QuantizedArray
 from .._array.dense import allow_dense
 from .._array.value import AbstractArrayValue
 from .._matmul.quax_rules import bind_dense
-from .moves import along_axes, Axes, CannotMove, change_axes, move, Moved
+from .moves import Axes, CannotMove, change_axes, move, move_along, MoveResult
 
 
 @quax.register(lax.gather_p)
-def _gather(w: AbstractArrayValue, indices: ArrayLike, **params: Any) -> Moved:
+def _gather(w: AbstractArrayValue, indices: ArrayLike, **params: Any) -> MoveResult:
     try:
         fill = params.get("fill_value")
         if fill is not None and not np.isnan(fill):
             raise CannotMove
-        lookup = _lookup_along_axis(w.shape, jnp.asarray(indices), params)
+        lookup = _as_lookup(w.shape, jnp.asarray(indices), params)
         if lookup is not None:
-            return _looked_up(w, lookup, params)
+            return _gather_entries(w, lookup, params)
         if isinstance(w, QuantizedArray):
-            return _whole_rows(w, indices, params)
+            return _gather_rows(w, indices, params)
     except CannotMove:
         pass
     return bind_dense(lax.gather_p, w, indices, **params)
 
 
 class _Lookup(NamedTuple):
-    """A gather of entries along one axis, with all other axes whole."""
+    """A gather of entries along one axis, as `jnp.take` does it."""
 
     axis: int
     indices: Integer[Array, " entries"]
     batch: tuple[int, ...]  # the axes of the indices
-    places: tuple[int, ...]  # where those axes are in the result
-    kept: bool  # whether the axis remains in the result, with length one
+    places: tuple[int, ...]  # the numbers of those axes in the result
+    keepdims: bool  # whether the axis remains in the result, with length one
 
 
-def _lookup_along_axis(shape: tuple[int, ...], indices: Array, params: dict[str, Any]) -> _Lookup | None:
+def _as_lookup(shape: tuple[int, ...], indices: Array, params: dict[str, Any]) -> _Lookup | None:
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     moving = [axis for axis, size in enumerate(sizes) if size != shape[axis]]
-    # With one entry alone, an axis is whole and moves.
+    # An axis of length one is whole, and may be the indexed one.
     moving = moving or [axis for axis in numbers.start_index_map if sizes[axis] == 1][:1]
     collapsed = set(numbers.collapsed_slice_dims)
     if len(moving) != 1 or sizes[moving[0]] != 1 or numbers.operand_batching_dims or collapsed - set(moving):
@@ -65,8 +65,8 @@ def _lookup_along_axis(shape: tuple[int, ...], indices: Array, params: dict[str,
     return _Lookup(axis, entries.reshape(math.prod(batch)), batch, places, axis not in collapsed)
 
 
-def _looked_up(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, Any]) -> Moved:
-    axis, entries, batch, places, kept = lookup
+def _gather_entries(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, Any]) -> MoveResult:
+    axis, entries, batch, places, keepdims = lookup
 
     def leaf(axes: Axes, x: Array) -> Array:
         if axis not in axes:
@@ -75,24 +75,26 @@ def _looked_up(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, Any]) -
         rest = tuple(n for n in range(x.ndim) if n != at)
         numbers = lax.GatherDimensionNumbers(rest, (at,), (at,))
         sizes = [1 if n == at else length for n, length in enumerate(x.shape)]
-        # The fill mode gives entries out of bounds scales whose bits are all ones: NaN, as for a float operand.
+        # The fill mode fills scales out of bounds with ones in all bits: NaN, as for a float operand.
         return lax.gather(x, entries[:, None], numbers, sizes, mode=params["mode"])
 
-    taken = move(w, along_axes(w.ndim, frozenset({axis}), leaf))
-    rest = [length for n, length in enumerate(taken.shape) if n != axis]
+    gathered = move(w, move_along(w.ndim, frozenset({axis}), leaf))
+    rest = [length for n, length in enumerate(gathered.shape) if n != axis]
     if sum(length != 1 for length in rest) > 1 and axis == 0 and places in ((), (0,)):
         # Matrices of a stack.
-        result = (*[0] * len(batch), *[None] * kept, *range(1, w.ndim))
-        return move(taken, change_axes(taken.shape, result, tuple(1 if n is None else taken.shape[n] for n in result)))
+        result = (*[0] * len(batch), *[None] * keepdims, *range(1, w.ndim))
+        return move(
+            gathered, change_axes(gathered.shape, result, tuple(1 if n is None else gathered.shape[n] for n in result))
+        )
     with allow_dense():
-        dense = taken.dequantize() if isinstance(taken, AbstractArrayValue) else taken
+        dense = gathered.dequantize() if isinstance(gathered, AbstractArrayValue) else gathered
     dense = jnp.moveaxis(dense, axis, 0).reshape(*batch, *rest)
-    if kept:
+    if keepdims:
         dense = jnp.expand_dims(dense, len(batch) + axis)
     return jnp.moveaxis(dense, range(len(batch)), places)
 
 
-def _whole_rows(q: QuantizedArray, indices: ArrayLike, params: dict[str, Any]) -> Array:
+def _gather_rows(q: QuantizedArray, indices: ArrayLike, params: dict[str, Any]) -> Array:
     """Gathers whole rows by several indices at once."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     axis, out_ndim = q.ndim - 1, jnp.ndim(indices) - 1 + len(numbers.offset_dims)

@@ -17,16 +17,16 @@ from .._array.contraction import (
     as_floats,
     as_matrices,
     Constraints,
-    constraints_of,
+    get_constraints,
     linear,
-    Matrices,
+    MatrixAxes,
     Options,
 )
 from .._array.value import AbstractArrayValue, as_permutation, Index
 
 
 class LoraArray(AbstractArrayValue):
-    r"""A frozen weight plus a trainable product of two thin matrices: $W + \frac{\alpha}{r} B A$.
+    r"""A frozen weight plus trainable low-rank factors: $W + \frac{\alpha}{r} B A$.
 
     [`eqquant.loraify`][] makes these. A matmul multiplies by the base (with the quantized matmul, if it is quantized)
     and by the two factors, and never computes the dense sum. Every other operation does.
@@ -44,7 +44,7 @@ class LoraArray(AbstractArrayValue):
 
     **Arguments:**
 
-    - `base`: the frozen weight, an array or a quantized one ([`eqquant.QuantizedArray`][], or one around it), of shape
+    - `base`: the frozen weight, an array, a [`eqquant.QuantizedArray`][] or a wrapper around one, of shape
         `(*batch, out, *in)`.
     - `a`: the factor on the input side, `(*batch, rank, *in)`.
     - `b`: the factor on the output side, `(*batch, out, rank)`.
@@ -81,18 +81,18 @@ class LoraArray(AbstractArrayValue):
         return self.alpha / self.rank
 
     def dequantize(self) -> Float[Array, "..."]:
-        """Returns the sum of the base and the product of the factors: a dense array of `shape` and `dtype`."""
+        """Returns the base plus the product of the factors, as a dense array."""
         base, delta = self._frozen_base(), self.delta()
         dense = base.dequantize() if isinstance(base, AbstractArrayValue) else base
         return dense + delta.astype(dense.dtype)
 
     def delta(self) -> Float[Array, "..."]:
-        """Returns the array that the factors add to the base, in its shape and in the dtype of the factors."""
+        """Returns what the factors add to the base, in the dtype of the factors."""
         a = self.a.reshape(*self.b.shape[:-2], self.rank, -1)
         return self.scaling * jnp.matmul(self.b, a).reshape(*self.b.shape[:-1], *self.a.shape[-self.in_ndim :])
 
     def transpose(self, *axes: int | Sequence[int] | None) -> "LoraArray | Array":
-        """Transposes. Swapping the last two axes swaps the factors; any other permutation returns a dense array."""
+        """Swaps the last two axes, and the factors. Any other permutation returns a dense array."""
         order = as_permutation(axes, self.ndim)
         swap = [*range(self.ndim - 2), self.ndim - 1, self.ndim - 2]
         if self.in_ndim != 1 or order != swap:
@@ -116,14 +116,14 @@ class LoraArray(AbstractArrayValue):
 
     @property
     def constraints(self) -> Constraints:
-        """For products: those of the base; outputs and inputs stay apart, and so do the arrays of a stack."""
+        """For products: the constraints of the base; outputs, inputs and a stack stay apart."""
         batch, last = self.ndim - 1 - self.in_ndim, tuple(range(self.ndim))[-2:]
         if self.in_ndim != 1:  # a convolution, whose products are dense
             return Constraints(None, 0, tuple(range(self.ndim)))
-        memory = constraints_of(self.base).memory
-        return Constraints(last[1:] if memory is None else memory, batch, last)
+        packed_axes = get_constraints(self.base).packed_axes
+        return Constraints(last[1:] if packed_axes is None else packed_axes, batch, last)
 
-    def as_matrices(self, axes: Matrices) -> "LoraArray":
+    def as_matrices(self, axes: MatrixAxes) -> "LoraArray":
         """For products: the base and the factors as matrices."""
         front = axes.shape(self.shape)[:-2]
         a, b = (leaf.reshape(*front, *leaf.shape[-2:]) for leaf in (self.a, self.b))
@@ -132,14 +132,14 @@ class LoraArray(AbstractArrayValue):
         return dataclasses.replace(self, base=as_matrices(self._frozen_base(), axes), a=a, b=b)
 
     def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
-        """For products: that of the base, plus that of the factors."""
+        """For products: the product of the base, plus the product of the factors."""
         y = linear(self.base, x, options)
         product = ft.partial(jnp.matmul, precision=options.precision)
         low = product(product(as_floats(x).astype(y.dtype), self.a.mT.astype(y.dtype)), self.b.mT.astype(y.dtype))
         return y + self.scaling * low
 
     def with_dense_weight(self) -> None:
-        """For products: dense ones are plain."""
+        """For products: `None`, since a dense weight is a plain array."""
 
     def _frozen_base(self) -> Array | AbstractArrayValue:
         return self.base if isinstance(self.base, AbstractArrayValue) else jax.lax.stop_gradient(self.base)

@@ -1,4 +1,4 @@
-"""Arrays that are stored in other coordinates: products map their operand first."""
+"""Input transforms: arrays $W = V F$ that are stored as $V$."""
 
 import abc
 import dataclasses
@@ -16,23 +16,23 @@ from .._array.contraction import (
     as_floats,
     as_matrices,
     Constraints,
-    constraints_of,
+    get_constraints,
     linear,
-    Matrices,
+    MatrixAxes,
     Options,
 )
 from .._array.value import as_permutation, Index
-from .base import AbstractArrayAround
+from .base import AbstractWrapper
 
 
-class AbstractMappedArray(AbstractArrayAround):
-    r"""An array $W = V F$ with a linear map $F$ of its inputs, stored as $V$. Products compute $V (F x)$.
+class AbstractMappedArray(AbstractWrapper):
+    r"""An array $W = V F$ with an input transform $F$, stored as $V$: products are $V (F x)$.
 
-    $V$ may be anything that stands for an array: floats, a [`eqquant.QuantizedArray`][], a simulated one, one with
-    low-rank factors, or another of these. So [`eqquant.quantize_tree`][], [`eqquant.calibrate.collect_stats`][] and
+    $V$ may be floats, a [`eqquant.QuantizedArray`][], a fake-quantized array, one with low-rank factors, or another
+    input transform. So [`eqquant.quantize_tree`][], [`eqquant.calibrate.collect_stats`][] and
     training see $V$, under the path `weight.array`. A rule for `weight` matches it too.
 
-    Subclass it for a map of your own. Declare the fields `array` and `axis`, and define the map and its transpose.
+    Subclass it for an input transform of your own. Declare the fields `array` and `axis`, and define $F$ and $F^\top$.
 
     - `array`: $V$.
     - `axis`: the axis of the inputs, -1 or -2.
@@ -50,7 +50,7 @@ class AbstractMappedArray(AbstractArrayAround):
 
         **Arguments:**
 
-        - `x`: a dense array. If the map has axes of a stack, those of `x` in front match them.
+        - `x`: a dense array. If the transform has axes of a stack, the leading axes of `x` match them.
         - `axis`: the axis of the inputs.
 
         **Returns:**
@@ -60,7 +60,7 @@ class AbstractMappedArray(AbstractArrayAround):
 
     @abc.abstractmethod
     def map_back(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        """Returns the transpose of $F$ applied along an axis of `x`: rows of $V$ become rows of $W$.
+        """Returns $F^\top$ applied along an axis of `x`: rows of $V$ become rows of $W$.
 
         **Arguments:**
 
@@ -73,7 +73,7 @@ class AbstractMappedArray(AbstractArrayAround):
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense array $W$."""
-        return self.map_back(self._dense_within(), self.axis)
+        return self.map_back(self._dequantize_inner(), self.axis)
 
     def transpose(self, *axes: int | Sequence[int] | None) -> "AbstractMappedArray | Array":
         """Permutes the logical axes. Dense unless that only swaps the last two, or nothing."""
@@ -104,13 +104,13 @@ class AbstractMappedArray(AbstractArrayAround):
 
     @property
     def constraints(self) -> Constraints:
-        """For products: the axes of a stack stay, and the axis of the inputs is not merged with another."""
+        """For products: a stack stays a stack, and the input axis is not merged with another."""
         inputs = self.axis % self.ndim
-        memory = constraints_of(self.array).memory
-        return Constraints((inputs,) if memory is None else memory, max(self.ndim - 2, 0), (inputs,))
+        packed_axes = get_constraints(self.array).packed_axes
+        return Constraints((inputs,) if packed_axes is None else packed_axes, max(self.ndim - 2, 0), (inputs,))
 
-    def as_matrices(self, axes: Matrices) -> "AbstractMappedArray":
-        """For products: the array within as matrices."""
+    def as_matrices(self, axes: MatrixAxes) -> "AbstractMappedArray":
+        """For products: the wrapped array as matrices."""
         stack, front = max(self.ndim - 2, 0), axes.shape(self.shape)[:-2]
         out = dataclasses.replace(self, array=None)  # pyright: ignore[reportCallIssue]
         if len(axes.front) != stack:  # an axis of length one was dropped
@@ -120,19 +120,19 @@ class AbstractMappedArray(AbstractArrayAround):
         return dataclasses.replace(out, array=as_matrices(self.array, axes), axis=axis)  # pyright: ignore[reportCallIssue]
 
     def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
-        """For products: maps inputs before the product of matrices, or results after it."""
+        """For products: transforms the inputs before the product, or the results after it."""
         if self.axis == -1:
             return linear(self.array, self.map_inputs(as_floats(x), -1), options)
         return self.map_back(linear(self.array, as_floats(x), options), -1)
 
     def with_dense_weight(self) -> None:
-        """For products: dense ones are plain."""
+        """For products: `None`, since a dense weight is a plain array."""
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"{type(self).__name__}({wl.pformat(self.array)}, axis={self.axis})")
 
 
-def beside(vector: Array, ndim: int, axis: int) -> Array:
-    """Returns a vector, or a stack of them, of `ndim` dimensions with its values along an axis."""
+def reshape_along_axis(vector: Array, ndim: int, axis: int) -> Array:
+    """Reshapes a vector, or a stack of them, to broadcast along an axis of `ndim` dimensions."""
     ones = [1] * (ndim - vector.ndim - (axis == -2))
     return vector.reshape(*vector.shape[:-1], *ones, vector.shape[-1], *([1] if axis == -2 else []))

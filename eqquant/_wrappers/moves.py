@@ -1,7 +1,7 @@
-"""Moves of whole entries along axes: slices, gathers, reversals and new axes, which leave arrays packed.
+"""Slices, gathers, reversals and new axes of quantized arrays, which stay packed.
 
-A class of arrays says here which leaf has which of its axes. What a move does to a leaf follows from that, so that no
-rule of a primitive knows any class.
+Each class of arrays says here which of its axes a leaf has. A move of a leaf follows from that, so the rule of a
+primitive needs to know no class.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from .._array.array import QuantizedArray
 from .._array.value import AbstractArrayValue
 from .._matmul.selected import SelectedArray
 from .._numerics.axes import as_axes, as_axis
-from .base import AbstractArrayAround, AbstractWrappedArray
+from .base import AbstractMatmulOverride, AbstractWrapper
 from .lora import LoraArray
 from .low_precision import LowPrecisionArray
 from .mapped import AbstractMappedArray
@@ -27,33 +27,32 @@ from .multiplied import MultipliedArray
 from .simulated import FakeQuantizedArray
 
 
-Axes: TypeAlias = tuple[int | None, ...]  # the logical axis of each axis of a leaf; `None` for one of its own
-Moved: TypeAlias = AbstractArrayValue | Array
+Axes: TypeAlias = tuple[int | None, ...]  # the logical axis of each axis of a leaf, `None` if it has none
+MoveResult: TypeAlias = AbstractArrayValue | Array
 
 
 class Move(NamedTuple):
-    """A move of entries.
+    """A move of whole entries along logical axes.
 
-    - `leaf`: makes a leaf of the result, from the axes of a leaf and that leaf of each operand.
-    - `touched`: the logical axes along which entries are taken, added or reordered.
-    - `result`: for each axis of the result the axis that it was, or `None` for a new one. An axis that is left out has
-        length one.
-    - `codes`: makes an array of quantized ones, if that is not done leaf by leaf.
+    - `leaf`: computes a leaf of the result, given the axes of the leaf and that leaf of each operand.
+    - `changed_axes`: the logical axes along which entries are gathered, added or reordered.
+    - `source_axes`: the source of each axis of the result, `None` for a new axis. Axes of length one may be left out.
+    - `move_codes`: moves `QuantizedArray`s as a whole, instead of leaf by leaf.
     """
 
     leaf: Callable[..., Array]
-    touched: frozenset[int]
-    result: Axes
-    codes: Callable[..., AbstractArrayValue] | None = None
+    changed_axes: frozenset[int]
+    source_axes: Axes
+    move_codes: Callable[..., AbstractArrayValue] | None = None
 
 
 class CannotMove(Exception):
-    """The array cannot stay packed through a move."""
+    """Raised where an array cannot stay packed."""
 
 
 @ft.singledispatch
-def move(x: Moved, how: Move, *others: Moved) -> Moved:
-    """Applies a move to an array, and to others of the same structure if the move joins several.
+def move(x: MoveResult, spec: Move, *others: MoveResult) -> MoveResult:
+    """Moves an array, or concatenates several of the same structure if the move does that.
 
     **Raises:**
 
@@ -61,174 +60,177 @@ def move(x: Moved, how: Move, *others: Moved) -> Moved:
     """
     if isinstance(x, AbstractArrayValue):
         raise CannotMove
-    return how.leaf(tuple(range(jnp.ndim(x))), x, *others)
+    return spec.leaf(tuple(range(jnp.ndim(x))), x, *others)
 
 
 @move.register
-def _(x: QuantizedArray, how: Move, *others: QuantizedArray) -> AbstractArrayValue:
-    if how.codes is not None:
-        return how.codes(x, *others)
+def _(x: QuantizedArray, spec: Move, *others: QuantizedArray) -> AbstractArrayValue:
+    if spec.move_codes is not None:
+        return spec.move_codes(x, *others)
     quantized = [axis % x.ndim for axis in as_axes(x.axis)]
-    kept = [n for n, axis in enumerate(quantized) if axis in how.result]
-    if not kept or not how.touched.isdisjoint(quantized):
+    kept = [n for n, axis in enumerate(quantized) if axis in spec.source_axes]
+    if not kept or not spec.changed_axes.isdisjoint(quantized):
         raise CannotMove
     axes = (*(axis for axis in range(x.ndim) if axis not in quantized), None)
-    moved = jtu.tree_map(ft.partial(how.leaf, axes), x, *others)
+    out = jtu.tree_map(ft.partial(spec.leaf, axes), x, *others)
     return dataclasses.replace(
-        moved,
-        axis=as_axis(tuple(how.result.index(quantized[n]) - len(how.result) for n in kept)),
+        out,
+        axis=as_axis(tuple(spec.source_axes.index(quantized[n]) - len(spec.source_axes) for n in kept)),
         lengths=tuple(x.lengths[n] for n in kept),
         logical_sharding=None,
     )
 
 
 @move.register
-def _(x: FakeQuantizedArray, how: Move, *others: FakeQuantizedArray) -> Moved:
-    return move(x.quantized(), how, *(other.quantized() for other in others))
+def _(x: FakeQuantizedArray, spec: Move, *others: FakeQuantizedArray) -> MoveResult:
+    return move(x.quantized(), spec, *(other.quantized() for other in others))
 
 
 @move.register
-def _(x: SelectedArray, how: Move, *others: SelectedArray) -> Moved:
-    return move(x.taken(), how, *(other.taken() for other in others))
+def _(x: SelectedArray, spec: Move, *others: SelectedArray) -> MoveResult:
+    return move(x.gather(), spec, *(other.gather() for other in others))
 
 
 @move.register
-def _(x: AbstractWrappedArray, how: Move, *others: AbstractWrappedArray) -> Moved:
+def _(x: AbstractMatmulOverride, spec: Move, *others: AbstractMatmulOverride) -> MoveResult:
     # Leaves besides the weight are scalars, or one for each array of a stack.
-    return _around(x, how, others, lambda leaf: tuple(range(leaf.ndim)))
+    return _move_wrapper(x, spec, others, lambda leaf: tuple(range(leaf.ndim)))
 
 
 @move.register
-def _(x: LowPrecisionArray, how: Move, *others: LowPrecisionArray) -> Moved:
-    # The largest magnitudes are three for each array of a stack.
-    return _around(x, how, others, lambda leaf: (*range(leaf.ndim - 1), None))
+def _(x: LowPrecisionArray, spec: Move, *others: LowPrecisionArray) -> MoveResult:
+    # `amax` holds three values for each array of a stack.
+    return _move_wrapper(x, spec, others, lambda leaf: (*range(leaf.ndim - 1), None))
 
 
 @move.register
-def _(x: MultipliedArray, how: Move, *others: MultipliedArray) -> Moved:
-    return _around(x, how, others, lambda leaf: (), stacks=False)
+def _(x: MultipliedArray, spec: Move, *others: MultipliedArray) -> MoveResult:
+    return _move_wrapper(x, spec, others, lambda leaf: (), stacks=False)
 
 
 @move.register
-def _(x: AbstractMappedArray, how: Move, *others: AbstractMappedArray) -> Moved:
+def _(x: AbstractMappedArray, spec: Move, *others: AbstractMappedArray) -> MoveResult:
     stack = max(x.ndim - 2, 0)
-    if x.axis % x.ndim in how.touched:
+    if x.axis % x.ndim in spec.changed_axes:
         raise CannotMove
-    _check_matrices(x.ndim, how)
+    _check_matrices(x.ndim, spec)
 
     def axes_of(leaf: Array) -> Axes:
         if 1 < leaf.ndim <= stack:
-            raise CannotMove  # it belongs to some axes of the stack
+            raise CannotMove  # the leaf has some axes of the stack, but not all
         shared = stack == 0 or leaf.ndim <= stack
         return () if shared else (*range(stack), *[None] * (leaf.ndim - stack))
 
-    return _around(x, how, others, axes_of)
+    return _move_wrapper(x, spec, others, axes_of)
 
 
 @move.register
-def _(x: LoraArray, how: Move, *others: LoraArray) -> LoraArray:
+def _(x: LoraArray, spec: Move, *others: LoraArray) -> LoraArray:
     stack, loras = x.ndim - 1 - x.in_ndim, (x, *others)
     if any(lora.rank != x.rank for lora in others):
         raise CannotMove
     inputs = tuple(range(stack + 1, x.ndim))
-    kept = [axis for axis in inputs if axis in how.result]
+    kept = [axis for axis in inputs if axis in spec.source_axes]
     if not kept:
         raise CannotMove
-    _check_last(how, (stack, *kept))
+    _check_last(spec, (stack, *kept))
 
-    def moved(axes: Axes, *factors: Array) -> Array:
-        kept = how.touched.isdisjoint(axes) and how.result == tuple(range(x.ndim))
-        if kept and not _are_one(factors):
+    def move_factor(axes: Axes, *factors: Array) -> Array:
+        unchanged = spec.changed_axes.isdisjoint(axes) and spec.source_axes == tuple(range(x.ndim))
+        if unchanged and not _are_one(factors):
             raise CannotMove  # the other factor differs
-        return factors[0] if kept else how.leaf(axes, *factors)
+        return factors[0] if unchanged else spec.leaf(axes, *factors)
 
     return dataclasses.replace(
         x,
-        base=move(x.base, how, *(other.base for other in others)),
-        a=moved((*range(stack), None, *inputs), *(lora.a for lora in loras)),
-        b=moved((*range(stack + 1), None), *(lora.b for lora in loras)),
+        base=move(x.base, spec, *(other.base for other in others)),
+        a=move_factor((*range(stack), None, *inputs), *(lora.a for lora in loras)),
+        b=move_factor((*range(stack + 1), None), *(lora.b for lora in loras)),
         in_ndim=len(kept),
     )
 
 
-def _around(
-    x: AbstractArrayAround,
-    how: Move,
-    others: tuple[AbstractArrayAround, ...],
+def _move_wrapper(
+    x: AbstractWrapper,
+    spec: Move,
+    others: tuple[AbstractWrapper, ...],
     axes_of: Callable[[Array], Axes],
     *,
     stacks: bool = True,
-) -> AbstractArrayAround:
-    """Moves the array within, and each other leaf along the axes that it has; one without axes stays as it is.
+) -> AbstractWrapper:
+    """Moves the wrapped array, and the other leaves along the axes that they have.
 
-    If arrays are joined along the axis of a stack, leaves that differ get that axis: `stacks` says whether they can.
+    Where wrappers are concatenated along an axis of a stack and their leaves differ, the leaves get that axis, if
+    `stacks` allows it.
     """
-    within = lambda around: around.array
-    empty = lambda around: eqx.tree_at(within, around, None, is_leaf=lambda part: part is around.array)
+    inner = lambda wrapper: wrapper.array
+    empty = lambda wrapper: eqx.tree_at(inner, wrapper, None, is_leaf=lambda part: part is wrapper.array)
 
-    def moved(leaf: Array, *rest: Array) -> Array:
+    def move_leaf(leaf: Array, *rest: Array) -> Array:
         if rest:
-            return joined(leaf, *rest)
+            return concatenate_leaves(leaf, *rest)
         axes = axes_of(leaf)
-        if not axes or (how.touched.isdisjoint(axes) and how.result == tuple(range(x.ndim))):
+        if not axes or (spec.changed_axes.isdisjoint(axes) and spec.source_axes == tuple(range(x.ndim))):
             return leaf
-        _check_matrices(x.ndim, how)
-        first = next(n for n, axis in enumerate(how.result) if axis is not None)
-        if sum(axis is not None for axis in axes) < x.ndim - 2 and None in how.result[first:]:
-            raise CannotMove  # a new axis between those of the stack
-        return how.leaf(axes, leaf)
+        _check_matrices(x.ndim, spec)
+        first = next(n for n, axis in enumerate(spec.source_axes) if axis is not None)
+        if sum(axis is not None for axis in axes) < x.ndim - 2 and None in spec.source_axes[first:]:
+            raise CannotMove  # a new axis between two axes of the stack
+        return spec.leaf(axes, leaf)
 
-    def joined(*leaves: Array) -> Array:
-        if not all(how.touched <= set(axes_of(leaf)) for leaf in leaves):
+    def concatenate_leaves(*leaves: Array) -> Array:
+        if not all(spec.changed_axes <= set(axes_of(leaf)) for leaf in leaves):
             if _are_one(leaves):
                 return leaves[0]
-            if not stacks or not how.touched <= set(range(x.ndim - 2)):
-                raise CannotMove  # the values of one would stand for those of all
+            if not stacks or not spec.changed_axes <= set(range(x.ndim - 2)):
+                raise CannotMove  # one leaf cannot stand for all
             arrays = (x, *others)
-            leaves = tuple(_stacked(leaf, axes_of(leaf), w.shape) for leaf, w in zip(leaves, arrays, strict=True))
-        return how.leaf(axes_of(leaves[0]), *leaves)
+            leaves = tuple(
+                _broadcast_to_stack(leaf, axes_of(leaf), w.shape) for leaf, w in zip(leaves, arrays, strict=True)
+            )
+        return spec.leaf(axes_of(leaves[0]), *leaves)
 
-    array = move(x.array, how, *(other.array for other in others))
-    rest = jtu.tree_map(moved, empty(x), *map(empty, others))
-    return eqx.tree_at(within, rest, array, is_leaf=lambda part: part is None)
+    array = move(x.array, spec, *(other.array for other in others))
+    rest = jtu.tree_map(move_leaf, empty(x), *map(empty, others))
+    return eqx.tree_at(inner, rest, array, is_leaf=lambda part: part is None)
 
 
 def _are_one(leaves: Sequence[Array]) -> bool:
     return all(leaf is leaves[0] for leaf in leaves)
 
 
-def _stacked(leaf: Array, axes: Axes, shape: tuple[int, ...]) -> Array:
-    """Gives a leaf each axis of the stack. Its own axes stay the last."""
+def _broadcast_to_stack(leaf: Array, axes: Axes, shape: tuple[int, ...]) -> Array:
+    """Broadcasts a leaf to the axes of the stack, and keeps its own axes last."""
     stack, present = len(shape) - 2, [axis for axis in axes if axis is not None]
     own = leaf.shape[len(present) :]
     places = [*present, *range(stack, stack + len(own))]
     return jax.lax.broadcast_in_dim(leaf, (*shape[:stack], *own), places)
 
 
-def _check_matrices(ndim: int, how: Move) -> None:
-    _check_last(how, (ndim - 2, ndim - 1))
+def _check_matrices(ndim: int, spec: Move) -> None:
+    _check_last(spec, (ndim - 2, ndim - 1))
 
 
-def _check_last(how: Move, last: tuple[int, ...]) -> None:
-    """Raises unless these axes stay the last ones."""
-    if how.result[-len(last) :] != last or min(last) < 0:
+def _check_last(spec: Move, last: tuple[int, ...]) -> None:
+    """Raises unless these axes stay last."""
+    if spec.source_axes[-len(last) :] != last or min(last) < 0:
         raise CannotMove
 
 
-def along_axes(ndim: int, touched: frozenset[int], leaf: Callable[..., Array]) -> Move:
-    """Returns a move that keeps all axes."""
-    return Move(leaf, touched, tuple(range(ndim)))
+def move_along(ndim: int, changed_axes: frozenset[int], leaf: Callable[..., Array]) -> Move:
+    """Returns a move along some axes, which keeps all axes."""
+    return Move(leaf, changed_axes, tuple(range(ndim)))
 
 
-def change_axes(shape: tuple[int, ...], result: Axes, new_shape: tuple[int, ...]) -> Move:
-    """Returns a move that adds axes, repeats those of length one, and leaves out others of length one."""
+def change_axes(shape: tuple[int, ...], source_axes: Axes, new_shape: tuple[int, ...]) -> Move:
+    """Returns a move that inserts axes, and broadcasts or drops axes of length one."""
     repeated = [
-        axis for axis, length in zip(result, new_shape, strict=True) if axis is not None and shape[axis] != length
+        axis for axis, length in zip(source_axes, new_shape, strict=True) if axis is not None and shape[axis] != length
     ]
 
     def leaf(axes: Axes, x: Array) -> Array:
         lengths, places, at = [], [], 0
-        keep = [n for n, axis in enumerate(axes) if axis is None or axis in result]
+        keep = [n for n, axis in enumerate(axes) if axis is None or axis in source_axes]
         x = jnp.reshape(x, [x.shape[n] for n in keep])
         axes = tuple(axes[n] for n in keep)
 
@@ -239,7 +241,7 @@ def change_axes(shape: tuple[int, ...], result: Axes, new_shape: tuple[int, ...]
                 lengths.append(x.shape[at])
                 at += 1
 
-        for axis, length in zip(result, new_shape, strict=True):
+        for axis, length in zip(source_axes, new_shape, strict=True):
             if axis is None:
                 lengths.append(length)
             elif axis in axes:
@@ -248,4 +250,4 @@ def change_axes(shape: tuple[int, ...], result: Axes, new_shape: tuple[int, ...]
         pass_until(len(axes))
         return jax.lax.broadcast_in_dim(x, lengths, places)
 
-    return Move(leaf, frozenset(repeated), result)
+    return Move(leaf, frozenset(repeated), source_axes)

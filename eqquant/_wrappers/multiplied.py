@@ -1,4 +1,4 @@
-"""A weight times a scalar, whose products multiply the result: what `w * 2`, `w / 2` and `-w` are under `quaxify`."""
+"""A weight times a scalar: `w * 2`, `w / 2` and `-w` under `quaxify`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from .._array.contraction import (
     as_floats,
     as_matrices,
     Constraints,
-    constraints_of,
+    get_constraints,
     linear,
-    Matrices,
+    MatrixAxes,
     Options,
 )
 from .._array.value import AbstractArrayValue
 from .._matmul.quax_rules import bind_dense
-from .base import AbstractArrayAround
+from .base import AbstractWrapper
 
 
-class MultipliedArray(AbstractArrayAround):
+class MultipliedArray(AbstractWrapper):
     """An array times a scalar, or divided by one. Products multiply or divide their results.
 
     It exists only inside [`eqquant.quaxify`][], which returns a dense array in its place.
@@ -46,51 +46,51 @@ class MultipliedArray(AbstractArrayAround):
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense array."""
-        return self._times(self._dense_within())
+        return self._apply_factor(self._dequantize_inner())
 
     def transpose(self, *axes: int | Sequence[int] | None) -> "MultipliedArray | Array":
         """Permutes the logical axes of the weight."""
-        return self._holding(self.array.transpose(*axes))
+        return self._rewrap(self.array.transpose(*axes))
 
     def reshape(self, *shape: int | Sequence[int], **kwargs: Any) -> "MultipliedArray | Array":
         """Reshapes the weight."""
-        return self._holding(self.array.reshape(*shape, **kwargs))
+        return self._rewrap(self.array.reshape(*shape, **kwargs))
 
     def astype(self, dtype: DTypeLike) -> "MultipliedArray | Array":
         """Changes the logical dtype. Returns a dense array if `dtype` is not floating point."""
         if not jnp.issubdtype(dtype, jnp.floating):
             return self.dequantize().astype(dtype)
-        return self._holding(self.array.astype(dtype))
+        return self._rewrap(self.array.astype(dtype))
 
     def __getitem__(self, index: Any) -> Array:
         """Returns dense values at an index."""
-        return self._times(self.array[index])
+        return self._apply_factor(self.array[index])
 
     @property
     def constraints(self) -> Constraints:
-        """For products: those of the weight."""
-        return constraints_of(self.array)
+        """For products: the constraints of the weight."""
+        return get_constraints(self.array)
 
-    def as_matrices(self, axes: Matrices) -> "MultipliedArray | Array":
+    def as_matrices(self, axes: MatrixAxes) -> "MultipliedArray | Array":
         """For products: the weight as matrices."""
-        return self._holding(as_matrices(self.array, axes))
+        return self._rewrap(as_matrices(self.array, axes))
 
     def linear(self, x: Any, options: Options) -> Float[Array, "*batch m n"]:
-        """For products: that of the weight, times the factor."""
-        return self._times(linear(self.array, x, options))
+        """For products: the product of the weight, times the factor."""
+        return self._apply_factor(linear(self.array, x, options))
 
     def with_dense_weight(self) -> AbstractOperand | None:
-        """For products: the weight's, times the factor."""
+        """For products: the same factor, with the weight's own dense weight."""
         dense = self.array.with_dense_weight()
         return None if dense is None else dataclasses.replace(self, array=dense)
 
-    def _holding(self, array: AbstractOperand | Array) -> "MultipliedArray | Array":
+    def _rewrap(self, array: AbstractOperand | Array) -> "MultipliedArray | Array":
         if isinstance(array, AbstractArrayValue):
             return dataclasses.replace(self, array=array)
-        return self._times(as_floats(array))
+        return self._apply_factor(as_floats(array))
 
-    def _times(self, x: Array) -> Array:
-        # The factor keeps its dtype: all values share its rounding error.
+    def _apply_factor(self, x: Array) -> Array:
+        # The factor keeps its dtype, since all values would share its rounding error.
         with jax.numpy_dtype_promotion("standard"):
             wide = jnp.promote_types(x.dtype, self.factor.dtype)
         x_wide, factor = x.astype(wide), jnp.broadcast_to(self.factor.astype(wide), x.shape)
@@ -102,30 +102,30 @@ class MultipliedArray(AbstractArrayAround):
 
 @quax.register(lax.mul_p)
 def _multiply(w: AbstractArrayValue, factor: ArrayLike, **params: Any) -> AbstractArrayValue | Array:
-    return _multiplied(w, factor) if _is_factor(w, factor) else bind_dense(lax.mul_p, w, factor, **params)
+    return _wrap_factor(w, factor) if _is_factor(w, factor) else bind_dense(lax.mul_p, w, factor, **params)
 
 
 @quax.register(lax.mul_p)
 def _multiply_from_left(factor: ArrayLike, w: AbstractArrayValue, **params: Any) -> AbstractArrayValue | Array:
-    return _multiplied(w, factor) if _is_factor(w, factor) else bind_dense(lax.mul_p, factor, w, **params)
+    return _wrap_factor(w, factor) if _is_factor(w, factor) else bind_dense(lax.mul_p, factor, w, **params)
 
 
 @quax.register(lax.div_p)
 def _divide(w: AbstractArrayValue, factor: ArrayLike, **params: Any) -> AbstractArrayValue | Array:
     if _is_factor(w, factor):
-        return _multiplied(w, factor, divides=True)
+        return _wrap_factor(w, factor, divides=True)
     return bind_dense(lax.div_p, w, factor, **params)
 
 
 @quax.register(lax.neg_p)
 def _negate(w: AbstractArrayValue, **params: Any) -> AbstractArrayValue | Array:
-    return _multiplied(w, -1.0) if w.ndim > 1 else bind_dense(lax.neg_p, w, **params)
+    return _wrap_factor(w, -1.0) if w.ndim > 1 else bind_dense(lax.neg_p, w, **params)
 
 
 def _is_factor(w: AbstractArrayValue, factor: ArrayLike) -> bool:
-    return w.ndim > 1 and jnp.ndim(factor) == 0  # a row is decoded at once
+    return w.ndim > 1 and jnp.ndim(factor) == 0  # a single row is dequantized
 
 
-def _multiplied(w: AbstractArrayValue, factor: ArrayLike, *, divides: bool = False) -> AbstractArrayValue:
-    known = not isinstance(factor, jax.core.Tracer)
-    return w if known and factor == 1 else MultipliedArray(w, jnp.asarray(factor, w.dtype), divides)
+def _wrap_factor(w: AbstractArrayValue, factor: ArrayLike, *, divides: bool = False) -> AbstractArrayValue:
+    is_constant = not isinstance(factor, jax.core.Tracer)
+    return w if is_constant and factor == 1 else MultipliedArray(w, jnp.asarray(factor, w.dtype), divides)

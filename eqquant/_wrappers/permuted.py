@@ -1,4 +1,4 @@
-"""An array whose columns are stored in another order, so that those that share a scale are neighbours."""
+"""An array whose columns are stored in another order, so that groups are contiguous."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, UInt32
 
 from .._array.array import QuantizedArray
 from .._types import PyTree
-from .mapped import AbstractMappedArray, beside
+from .mapped import AbstractMappedArray, reshape_along_axis
 
 
 class PermutedArray(AbstractMappedArray):
@@ -27,7 +27,7 @@ class PermutedArray(AbstractMappedArray):
     **Arguments:**
 
     - `array`: the array in stored order, a [`eqquant.QuantizedArray`][], or one with low-rank factors.
-    - `order`: the logical index of each stored one.
+    - `order`: the logical index of each stored input.
     - `axis`: the axis that is permuted, -1 or -2.
     """
 
@@ -36,19 +36,19 @@ class PermutedArray(AbstractMappedArray):
     axis: int = eqx.field(static=True, default=-1)
 
     def map_inputs(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        return _gathered(x, self.order, axis)
+        return _gather(x, self.order, axis)
 
     def map_back(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        return _gathered(x, jnp.argsort(self.order, axis=-1), axis)
+        return _gather(x, jnp.argsort(self.order, axis=-1), axis)
 
 
-def _gathered(x: Array, order: Array, axis: int) -> Array:
+def _gather(x: Array, order: Array, axis: int) -> Array:
     if order.ndim == 1:
         return jnp.take(x, order, axis)
-    # A stack: one order for each array of it.
-    return jnp.take_along_axis(x, beside(order, x.ndim, axis), axis)
+    # An order for each array of a stack.
+    return jnp.take_along_axis(x, reshape_along_axis(order, x.ndim, axis), axis)
 
 
-def permuted(q: QuantizedArray, order: np.ndarray | None) -> "QuantizedArray | PermutedArray":
-    """Returns an array whose last axis is stored in this order; `None` is the order of memory."""
+def wrap_permuted(q: QuantizedArray, order: np.ndarray | None) -> "QuantizedArray | PermutedArray":
+    """Wraps an array whose last axis is stored in this order; `None` is logical order."""
     return q if order is None else PermutedArray(q, order=jnp.asarray(order, jnp.uint32))

@@ -1,4 +1,4 @@
-"""Quax's rule of 1 x 1 convolutions, which are products: most of the weights of ConvNeXt and MobileNet."""
+"""The Quax rule of 1 x 1 convolutions, which are products (ConvNeXt, MobileNet)."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike
 
 from .._array.contraction import AbstractOperand, Options
 from .._array.value import AbstractArrayValue
-from .._matmul.quax_rules import bind_dense, contract_in
+from .._matmul.quax_rules import bind_dense, contract_with_dtype
 from .low_precision import LowPrecisionArray
 from .moves import CannotMove, change_axes, move
 
@@ -17,19 +17,19 @@ from .moves import CannotMove, change_axes, move
 @quax.register(lax.conv_general_dilated_p)
 def _convolve(x: ArrayLike, w: AbstractArrayValue, **params: Any) -> Array:
     x = jnp.asarray(x)
-    y = _pointwise(x, w, params) if _is_pointwise(w, params) else None
+    y = _multiply(x, w, params) if _is_pointwise(w, params) else None
     return bind_dense(lax.conv_general_dilated_p, x, w, **params) if y is None else y
 
 
 def _is_pointwise(w: AbstractArrayValue, params: dict[str, Any]) -> bool:
     _, _, *window = params["dimension_numbers"].rhs_spec
     in_groups = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
-    moved = any(map(any, params["padding"])) or any(n != 1 for n in params["lhs_dilation"])
-    rounds = isinstance(w, LowPrecisionArray)  # its convolutions are those of floats
-    return all(w.shape[axis] == 1 for axis in window) and not (in_groups or moved or rounds)
+    is_shifted = any(map(any, params["padding"])) or any(n != 1 for n in params["lhs_dilation"])
+    is_low_precision = isinstance(w, LowPrecisionArray)  # convolves floats
+    return all(w.shape[axis] == 1 for axis in window) and not (in_groups or is_shifted or is_low_precision)
 
 
-def _pointwise(x: Array, w: AbstractArrayValue, params: dict[str, Any]) -> Array | None:
+def _multiply(x: Array, w: AbstractArrayValue, params: dict[str, Any]) -> Array | None:
     x_spec, w_spec, out_spec = params["dimension_numbers"]
     kept = tuple(sorted(w_spec[:2]))
     try:
@@ -43,12 +43,12 @@ def _pointwise(x: Array, w: AbstractArrayValue, params: dict[str, Any]) -> Array
         strides[axis] = stride
     x = lax.slice(x, [0] * x.ndim, x.shape, strides)
     places = range(2, x.ndim)
-    x_axes = _named(x_spec, ["batch", "in", *places])
-    out_axes = _named(out_spec, ["batch", "out", *places])
+    x_axes = _name_axes(x_spec, ["batch", "in", *places])
+    out_axes = _name_axes(out_spec, ["batch", "out", *places])
     w_axes = ["out" if axis == w_spec[0] else "in" for axis in kept]
     options = Options(params["precision"])
-    return contract_in(params["preferred_element_type"], x, matrix, x_axes, w_axes, out_axes, options)
+    return contract_with_dtype(params["preferred_element_type"], x, matrix, x_axes, w_axes, out_axes, options)
 
 
-def _named(spec: tuple[int, ...], names: list[str | int]) -> list[str | int]:
+def _name_axes(spec: tuple[int, ...], names: list[str | int]) -> list[str | int]:
     return [names[spec.index(axis)] for axis in range(len(spec))]

@@ -1,7 +1,7 @@
-"""Quax's rule of `jax.lax.ragged_dot`: mixtures of experts multiply packed experts.
+"""The Quax rule of `jax.lax.ragged_dot`: mixtures of experts multiply packed experts.
 
-Rows of `x` are sorted by expert. They are cut into tiles of equally many rows, each of one expert, and the weights are
-selected by tile: native kernels read experts where they lie in the stack, and other implementations take one at a time.
+Rows of `x` are sorted by expert. They are split into tiles of equally many rows, each of one expert, and each tile
+selects a weight: native kernels read experts in the stack, and other implementations copy one at a time.
 """
 
 import math
@@ -15,14 +15,14 @@ from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.contraction import Options
 from .._array.value import AbstractArrayValue
-from .._matmul.quax_rules import bind_dense, contract_in
+from .._matmul.quax_rules import bind_dense, contract_with_dtype
 from .._matmul.selected import SelectedArray
 from .._numerics.axes import as_axes
-from .moves import along_axes, Axes, CannotMove, move
+from .moves import Axes, CannotMove, move, move_along
 
 
-# More rows than this gain nothing from sharing a decoded expert.
-_MOST_ROWS = 256
+# Larger tiles gain nothing more from sharing a decoded expert.
+_MAX_TILE_ROWS = 256
 
 
 @quax.register(_compat.ragged_dot_general_p)
@@ -54,7 +54,7 @@ def ragged_product(
     group: int,
     params: dict[str, Any],
 ) -> Array | None:
-    """Returns the product of each row of `x` with the weight of its group, or `None` if it must be dense.
+    """Multiplies each row of `x` by the weight of its group; `None` if it must be dense.
 
     **Arguments:**
 
@@ -64,7 +64,7 @@ def ragged_product(
     - `contracted`: the axes of `x` and of `w` that are summed over.
     - `params`: `precision` and `preferred_element_type`, as in `jax.lax.dot_general`.
     """
-    tiles = _tiles(x.shape[ragged], sizes)
+    tiles = _make_tiles(x.shape[ragged], sizes)
     pairs = {axis: (0, n) for n, axis in enumerate(contracted[1])}
     w_axes = ["tile" if axis == group else pairs.get(axis, (2, axis)) for axis in range(w.ndim)]
     order = (group, *(axis for axis in range(w.ndim) if axis != group))
@@ -81,7 +81,7 @@ def ragged_product(
     rows = jnp.take(x, tiles.rows.reshape(-1), ragged, mode="fill", fill_value=0)
     rows = rows.reshape(*x.shape[:ragged], *tiles.rows.shape, *x.shape[ragged + 1 :])
     dtype, options = params["preferred_element_type"], Options(params["precision"])
-    y = contract_in(dtype, rows, selected, x_axes, [w_axes[n] for n in order], out_axes, options)
+    y = contract_with_dtype(dtype, rows, selected, x_axes, [w_axes[n] for n in order], out_axes, options)
     if y is None:
         return None
     at = out_axes.index("tile")
@@ -90,7 +90,7 @@ def ragged_product(
 
 
 def select_entries(w: AbstractArrayValue, index: Integer[Array, " count"]) -> AbstractArrayValue | Array:
-    """Returns `w[index]` along the first axis: codes are selected from the stack, without a copy.
+    """Returns `w[index]` along the first axis, without copying codes.
 
     **Raises:**
 
@@ -100,27 +100,27 @@ def select_entries(w: AbstractArrayValue, index: Integer[Array, " count"]) -> Ab
     def leaf(axes: Axes, x: Array) -> Array:
         return x[index] if axes and axes[0] == 0 else x
 
-    def codes(q: QuantizedArray) -> SelectedArray:
+    def select_codes(q: QuantizedArray) -> SelectedArray:
         if 0 in {axis % q.ndim for axis in as_axes(q.axis)}:
             raise CannotMove
         return SelectedArray(q.with_sharding(None), index, q.ndim)
 
-    return move(w, along_axes(w.ndim, frozenset({0}), leaf)._replace(codes=codes))
+    return move(w, move_along(w.ndim, frozenset({0}), leaf)._replace(move_codes=select_codes))
 
 
 class _Tiles(NamedTuple):
-    """Rows in tiles of one group each."""
+    """The rows of each tile, all of one group."""
 
     group: Integer[Array, " tiles"]
-    rows: Integer[Array, "tiles height"]  # the row at each place, or the number of rows where there is none
+    rows: Integer[Array, "tiles height"]  # the row at each place, or the number of rows for padding
     places: Integer[Array, " rows"]  # the place of each row, or the number of places
 
 
-def _tiles(count: int, sizes: Integer[Array, " groups"]) -> _Tiles:
+def _make_tiles(count: int, sizes: Integer[Array, " groups"]) -> _Tiles:
     groups = sizes.shape[0]
-    height = min(2 ** math.ceil(math.log2(math.ceil(count / groups))), _MOST_ROWS)
-    filled = min(groups, count)  # the groups that may need a tile that is not full
-    number = (count - filled) // height + filled
+    height = min(2 ** math.ceil(math.log2(math.ceil(count / groups))), _MAX_TILE_ROWS)
+    partial_tiles = min(groups, count)  # tiles that may not be full
+    number = (count - partial_tiles) // height + partial_tiles
     ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), count)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     tile_ends = jnp.cumsum(-((starts - ends) // height))

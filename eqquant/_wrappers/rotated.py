@@ -9,7 +9,7 @@ from .mapped import AbstractMappedArray
 
 
 class RotatedArray(AbstractMappedArray):
-    r"""An array $W = V R$ with an orthogonal $R$, stored as $V$: products rotate their operand first.
+    r"""An array $W = V R$ with an orthogonal $R$, stored as $V$. Products compute $V (R x)$.
 
     $R$ is a randomised Hadamard transform: random signs, then a matrix whose entries all have about the same magnitude.
     So an input or a weight that is far larger than others spreads over all of them. Computing $R x$ takes

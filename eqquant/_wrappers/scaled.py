@@ -1,10 +1,10 @@
-"""An array whose inputs are multiplied by a vector first, as AWQ and SmoothQuant need where they cannot fold it."""
+"""An array with a scale per input, for AWQ and SmoothQuant where scales do not fold."""
 
 import equinox as eqx
 from jaxtyping import Array, Float
 
 from .._types import PyTree
-from .mapped import AbstractMappedArray, beside
+from .mapped import AbstractMappedArray, reshape_along_axis
 
 
 class ScaledArray(AbstractMappedArray):
@@ -33,6 +33,6 @@ class ScaledArray(AbstractMappedArray):
     axis: int = eqx.field(static=True, default=-1)
 
     def map_inputs(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        return x * beside(self.scale, x.ndim, axis).astype(x.dtype)
+        return x * reshape_along_axis(self.scale, x.ndim, axis).astype(x.dtype)
 
     map_back = map_inputs

@@ -1,4 +1,4 @@
-"""Simulated quantization: float masters that are quantized at each use."""
+"""Fake quantization: float masters that are quantized at each use."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, PRNGKeyArray,
 
 from .._array.array import QuantizedArray
 from .._array.checks import as_method, check_quantizable, MethodLike
-from .._array.contraction import AbstractOperand, Constraints, Matrices, Options
+from .._array.contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .._array.dequantize import in_memory_order
 from .._array.quantize import quantize_array
 from .._array.straight_through import value_of
@@ -24,7 +24,7 @@ from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_poi
 from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
 from .._numerics.axes import as_axes, as_axis, logical_order, memory_order
-from .learned_scale import clipped, trained_scale
+from .learned_scale import decode_learned_scale, ste_source
 
 
 def fake_quantize(
@@ -36,7 +36,7 @@ def fake_quantize(
     key: PRNGKeyArray | None = None,
     method: MethodLike | None = None,
 ) -> Float[Array, "..."]:
-    r"""Quantizes and dequantizes `x`, and passes gradients straight through: the straight-through estimator.
+    r"""Quantizes and dequantizes `x`, with a straight-through gradient.
 
     Returns `dequantize(quantize(x, format))`, bit for bit. Its derivative is the identity, since the derivative of
     rounding is zero almost everywhere. Forward and reverse mode both work.
@@ -76,7 +76,7 @@ def fake_quantize(
     source, axes = check_quantizable(x, axis)
     q = quantize_array(jax.lax.stop_gradient(source), format, axes, None, key, as_method(method))
     if clip:
-        source = logical_order(clipped(memory_order(source, axes), q), as_axes(q.axis), q.lengths)
+        source = logical_order(ste_source(memory_order(source, axes), q), as_axes(q.axis), q.lengths)
     return value_of(q.dequantize(), gradient_of=source)
 
 
@@ -101,9 +101,8 @@ class FakeQuantizedArray(AbstractArrayValue):
     - `axis`: the quantized axis or axes, as negative numbers.
     - `logical_dtype`: the dtype of the dequantized array, which may differ from the dtype of the master.
     - `method`: the method that chooses scales and codes.
-    - `scale_bits`, `log_factor`: for learned scales, the bits of those that training began with, uint32
-        `(*batch, blocks)`, and the logarithms of the factors by which they have changed since, float32 of the same
-        shape. The factors train.
+    - `scale_bits`, `log_factor`: for learned scales, the bits of the initial scales, uint32 `(*batch, blocks)`, and the
+        logarithms of their factors, float32 of the same shape, which train.
     """
 
     master: Float[Array, "..."]
@@ -129,12 +128,12 @@ class FakeQuantizedArray(AbstractArrayValue):
     def quantized(self) -> QuantizedArray:
         """Quantizes the master. Gradients with respect to the result go to the master."""
         axes = as_axes(self.axis)
-        learned = None if self.scale_bits is None else trained_scale(self.scale_bits, self.log_factor)
+        learned = None if self.scale_bits is None else decode_learned_scale(self.scale_bits, self.log_factor)
         method = self.method if learned is None else GivenScales(learned, None)
         q = quantize_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, method)
         rows = memory_order(self.master, axes)
         return dataclasses.replace(
-            q, gradient_of=rows if learned is None else clipped(rows, in_memory_order(q), self.log_factor)
+            q, gradient_of=rows if learned is None else ste_source(rows, in_memory_order(q), self.log_factor)
         )
 
     def dequantize(self) -> Float[Array, "..."]:
@@ -155,25 +154,25 @@ class FakeQuantizedArray(AbstractArrayValue):
 
     @property
     def constraints(self) -> Constraints:
-        """For products: those of the quantized array."""
+        """For products: the constraints of the quantized array."""
         return Constraints(tuple(axis % self.ndim for axis in as_axes(self.axis)))
 
-    def as_matrices(self, axes: Matrices) -> QuantizedArray:
+    def as_matrices(self, axes: MatrixAxes) -> QuantizedArray:
         """For products: the quantized array as matrices."""
         return self.quantized().as_matrices(axes)
 
     def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
-        """For products: that of the quantized array."""
+        """For products: the product of the quantized array."""
         return self.quantized().linear(x, options)
 
     def with_dense_weight(self) -> None:
-        """For products: dense ones are plain."""
+        """For products: `None`, since a dense weight is a plain array."""
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"FakeQuantizedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")
 
 
-def simulate_array(
+def fake_quantize_array(
     x: Array,
     format: AbstractFormat,
     axes: tuple[int, ...],

@@ -1,6 +1,6 @@
-"""Quax rules of structure: what only moves axes or whole rows keeps arrays packed, where that is exact.
+"""Quax rules of reshapes, slices and concatenations, which keep arrays packed.
 
-A primitive without a rule dequantizes its operands, and so does a move that a class of arrays cannot make.
+Without a rule, or where a class of arrays refuses a move, operands are dequantized.
 """
 
 import functools as ft
@@ -24,8 +24,8 @@ from .._array.dequantize import in_memory_order
 from .._array.value import AbstractArrayValue
 from .._matmul.quax_rules import bind_dense
 from .._numerics.axes import as_axes
-from .moves import along_axes, Axes, CannotMove, change_axes, move, Moved
-from .pieces import divide, join
+from .concatenate import concatenate, split
+from .moves import Axes, CannotMove, change_axes, move, move_along, MoveResult
 
 
 Value: TypeAlias = AbstractArrayValue | ArrayLike
@@ -34,52 +34,52 @@ _R = TypeVar("_R")
 
 
 def _register(primitive: Primitive) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a rule of Quax that keeps arrays packed. Where it raises `CannotMove`, operands become dense."""
+    """Registers a Quax rule; where it raises `CannotMove`, operands are dequantized."""
 
     def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
         @ft.wraps(rule)
-        def or_dense(*operands: Any, **params: Any) -> Any:
+        def apply_rule(*operands: Any, **params: Any) -> Any:
             try:
                 return rule(*operands, **params)
             except CannotMove:
                 return bind_dense(primitive, *operands, **params)
 
-        return quax.register(primitive)(or_dense)
+        return quax.register(primitive)(apply_rule)
 
     return decorate
 
 
-def _alike(operands: Sequence[Value]) -> bool:
-    """Returns whether all are arrays of one class, with equal structures."""
+def _have_same_structure(operands: Sequence[Value]) -> bool:
+    """Returns whether all operands are our arrays, of one class and one structure."""
     return all(isinstance(x, AbstractArrayValue) for x in operands) and len(set(map(jtu.tree_structure, operands))) == 1
 
 
 @_register(lax.transpose_p)
-def _transpose(w: AbstractArrayValue, *, permutation: Sequence[int]) -> Moved:
+def _transpose(w: AbstractArrayValue, *, permutation: Sequence[int]) -> MoveResult:
     return w.transpose(permutation)
 
 
 @_register(lax.convert_element_type_p)
-def _convert_element_type(w: AbstractArrayValue, *, new_dtype: DTypeLike, **params: Any) -> Moved:
+def _convert_element_type(w: AbstractArrayValue, *, new_dtype: DTypeLike, **params: Any) -> MoveResult:
     del params
     return w.astype(new_dtype)  # pyright: ignore[reportReturnType]
 
 
 @_register(lax.reshape_p)
-def _reshape(w: AbstractArrayValue, *args: ArrayLike, **params: Any) -> Moved:
+def _reshape(w: AbstractArrayValue, *args: ArrayLike, **params: Any) -> MoveResult:
     if args or params.get("dimensions") is not None:
         raise CannotMove
     return w.reshape(params["new_sizes"])
 
 
 @_register(lax.squeeze_p)
-def _squeeze(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> Moved:
+def _squeeze(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> MoveResult:
     kept = tuple(axis for axis in range(w.ndim) if axis not in dimensions)
     return move(w, change_axes(w.shape, kept, tuple(w.shape[axis] for axis in kept)))
 
 
 @_register(lax.broadcast_in_dim_p)
-def _broadcast_in_dim(w: AbstractArrayValue, *args: ArrayLike, **params: Any) -> Moved:
+def _broadcast_in_dim(w: AbstractArrayValue, *args: ArrayLike, **params: Any) -> MoveResult:
     shape, places = params["shape"], list(params["broadcast_dimensions"])
     result = tuple(places.index(axis) if axis in places else None for axis in range(len(shape)))
     if args or params.get("sharding") is not None:
@@ -88,31 +88,31 @@ def _broadcast_in_dim(w: AbstractArrayValue, *args: ArrayLike, **params: Any) ->
 
 
 @_register(lax.concatenate_p)
-def _concatenate(*operands: Value, dimension: int) -> Moved:
-    return _joined(operands, dimension)
+def _concatenate(*operands: Value, dimension: int) -> MoveResult:
+    return _concatenate_arrays(operands, dimension)
 
 
 @_register(lax.stack_p)
-def _stack(*operands: Value, axis: int) -> Moved:
-    return _joined([_with_axis(x, axis) for x in operands], axis)
+def _stack(*operands: Value, axis: int) -> MoveResult:
+    return _concatenate_arrays([_expand_dims(x, axis) for x in operands], axis)
 
 
 @_register(lax.tile_p)
-def _tile(w: AbstractArrayValue, *, reps: Sequence[int | np.integer]) -> Moved:
-    tiled: Moved = w
+def _tile(w: AbstractArrayValue, *, reps: Sequence[int | np.integer]) -> MoveResult:
+    tiled: MoveResult = w
     for axis, times in enumerate(reps):
-        tiled = _joined([tiled] * int(times), axis) if times != 1 else tiled
+        tiled = _concatenate_arrays([tiled] * int(times), axis) if times != 1 else tiled
     return tiled
 
 
-def _joined(operands: Sequence[Value], dimension: int) -> Moved:
+def _concatenate_arrays(operands: Sequence[Value], dimension: int) -> MoveResult:
     """Concatenates arrays. Raises `CannotMove` if the result cannot stay packed."""
     if not operands or not all(isinstance(x, AbstractArrayValue) for x in operands):
         raise CannotMove
-    codes = lambda *arrays: _exactly(join, [x.with_sharding(None) for x in arrays], dimension)
+    concatenate_codes = lambda *arrays: _call_or_refuse(concatenate, [x.with_sharding(None) for x in arrays], dimension)
     if all(isinstance(x, QuantizedArray) for x in operands):
-        return codes(*operands)
-    if not _alike(operands):
+        return concatenate_codes(*operands)
+    if not _have_same_structure(operands):
         raise CannotMove
 
     def leaf(axes: Axes, *leaves: Array) -> Array:
@@ -121,19 +121,21 @@ def _joined(operands: Sequence[Value], dimension: int) -> Moved:
         return jnp.concatenate(leaves, axes.index(dimension))
 
     first, *others = operands
-    return move(first, along_axes(jnp.ndim(first), frozenset({dimension}), leaf)._replace(codes=codes), *others)
+    return move(
+        first, move_along(jnp.ndim(first), frozenset({dimension}), leaf)._replace(move_codes=concatenate_codes), *others
+    )
 
 
-def _exactly(f: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Calls `join` or `divide`, which raise a `ValueError` where blocks would be cut."""
+def _call_or_refuse(f: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Calls `concatenate` or `split`, and raises `CannotMove` where a block would be cut."""
     try:
         return f(*args, **kwargs)
     except ValueError as e:
         raise CannotMove from e
 
 
-def _with_axis(x: Value, axis: int) -> Moved:
-    """Adds an axis of length one."""
+def _expand_dims(x: Value, axis: int) -> MoveResult:
+    """Inserts an axis of length one."""
     if not isinstance(x, AbstractArrayValue):
         raise CannotMove
     result = (*range(axis), None, *range(axis, x.ndim))
@@ -141,80 +143,82 @@ def _with_axis(x: Value, axis: int) -> Moved:
 
 
 @_register(lax.split_p)
-def _split(w: AbstractArrayValue, *, sizes: Sequence[int | np.integer], axis: int) -> list[Moved]:
+def _split(w: AbstractArrayValue, *, sizes: Sequence[int | np.integer], axis: int) -> list[MoveResult]:
     ends = np.cumsum(np.asarray(sizes))
     bounds = [(int(stop - size), int(stop)) for size, stop in zip(sizes, ends, strict=True)]
-    return [_cut(w, {axis: (start, stop, 1)}) for start, stop in bounds]
+    return [_slice_axes(w, {axis: (start, stop, 1)}) for start, stop in bounds]
 
 
 @_register(lax.unstack_p)
-def _unstack(w: AbstractArrayValue, *, axis: int) -> list[Moved]:
+def _unstack(w: AbstractArrayValue, *, axis: int) -> list[MoveResult]:
     kept = tuple(n for n in range(w.ndim) if n != axis)
     shape = tuple(w.shape[n] for n in kept)
-    parts = [_cut(w, {axis: (n, n + 1, 1)}) for n in range(w.shape[axis])]
+    parts = [_slice_axes(w, {axis: (n, n + 1, 1)}) for n in range(w.shape[axis])]
     return [move(part, change_axes(jnp.shape(part), kept, shape)) for part in parts]
 
 
 @_register(lax.slice_p)
-def _slice(w: AbstractArrayValue, **params: Any) -> Moved:
+def _slice(w: AbstractArrayValue, **params: Any) -> MoveResult:
     strides = params["strides"] or (1,) * w.ndim
     parts = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    touched = {axis: (int(a), int(b), int(c)) for axis, (a, b, c) in enumerate(parts)}
-    touched = {axis: part for axis, part in touched.items() if part != (0, w.shape[axis], 1)}
-    return _cut(w, touched)
+    changed_axes = {axis: (int(a), int(b), int(c)) for axis, (a, b, c) in enumerate(parts)}
+    changed_axes = {axis: part for axis, part in changed_axes.items() if part != (0, w.shape[axis], 1)}
+    return _slice_axes(w, changed_axes)
 
 
-def _cut(w: AbstractArrayValue, parts: dict[int, tuple[int, int, int]]) -> Moved:
-    """Returns a slice: start, end and stride by axis."""
+def _slice_axes(w: AbstractArrayValue, parts: dict[int, tuple[int, int, int]]) -> MoveResult:
+    """Returns a slice, given start, end and stride by axis."""
     if isinstance(w, QuantizedArray) and len(parts) == 1:
         ((axis, (start, stop, stride)),) = parts.items()
         if axis - w.ndim in as_axes(w.axis) and stride == 1 and stop > start:
             sizes = [size for size in (start, stop - start, w.shape[axis] - stop) if size]
-            return _exactly(divide, w, sizes, axis)[1 if start else 0]
+            return _call_or_refuse(split, w, sizes, axis)[1 if start else 0]
 
     def leaf(axes: Axes, x: Array) -> Array:
         whole = lambda n: (0, x.shape[n], 1)
         bounds = [parts.get(axis, whole(n)) if axis is not None else whole(n) for n, axis in enumerate(axes)]
         return lax.slice(x, *zip(*bounds, strict=True)) if bounds else x
 
-    return move(w, along_axes(w.ndim, frozenset(parts), leaf))
+    return move(w, move_along(w.ndim, frozenset(parts), leaf))
 
 
 @_register(lax.dynamic_slice_p)
-def _dynamic_slice(w: AbstractArrayValue, *starts: ArrayLike, slice_sizes: Sequence[int]) -> Moved:
-    # The slice of a whole axis starts at zero, since `dynamic_slice` clamps starts.
-    touched = frozenset(axis for axis in range(w.ndim) if slice_sizes[axis] != w.shape[axis])
+def _dynamic_slice(w: AbstractArrayValue, *starts: ArrayLike, slice_sizes: Sequence[int]) -> MoveResult:
+    # `dynamic_slice` clamps starts, so the slice of a whole axis starts at zero.
+    changed_axes = frozenset(axis for axis in range(w.ndim) if slice_sizes[axis] != w.shape[axis])
 
     def leaf(axes: Axes, x: Array) -> Array:
         zero = jnp.zeros((), jnp.result_type(starts[0]))
-        at = [starts[axis] if axis in touched else zero for axis in axes]
-        return lax.dynamic_slice(x, at, [slice_sizes[a] if a in touched else x.shape[n] for n, a in enumerate(axes)])
+        at = [starts[axis] if axis in changed_axes else zero for axis in axes]
+        return lax.dynamic_slice(
+            x, at, [slice_sizes[a] if a in changed_axes else x.shape[n] for n, a in enumerate(axes)]
+        )
 
-    if len(starts) != w.ndim:  # sizes that are traced
+    if len(starts) != w.ndim:  # sizes are traced
         raise CannotMove
-    return move(w, along_axes(w.ndim, touched, leaf))
+    return move(w, move_along(w.ndim, changed_axes, leaf))
 
 
 @_register(lax.rev_p)
-def _reverse(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> Moved:
+def _reverse(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> MoveResult:
     leaf = lambda axes, x: lax.rev(x, [n for n, axis in enumerate(axes) if axis in dimensions])
-    return move(w, along_axes(w.ndim, frozenset(dimensions), leaf))
+    return move(w, move_along(w.ndim, frozenset(dimensions), leaf))
 
 
 @_register(lax.pad_p)
-def _pad(w: AbstractArrayValue, value: ArrayLike, *, padding_config: Sequence[tuple[int, int, int]]) -> Moved:
-    touched = frozenset(axis for axis, added in enumerate(padding_config) if any(added))
+def _pad(w: AbstractArrayValue, value: ArrayLike, *, padding_config: Sequence[tuple[int, int, int]]) -> MoveResult:
+    changed_axes = frozenset(axis for axis, added in enumerate(padding_config) if any(added))
 
     def leaf(axes: Axes, x: Array) -> Array:
-        return lax.pad(x, jnp.zeros((), x.dtype), [padding_config[a] if a in touched else (0, 0, 0) for a in axes])
+        return lax.pad(x, jnp.zeros((), x.dtype), [padding_config[a] if a in changed_axes else (0, 0, 0) for a in axes])
 
     known = not isinstance(value, jax.core.Tracer)
-    if not (known and value == 0 and isinstance(w, QuantizedArray) and _decodes_zeros(w)):
+    if not (known and value == 0 and isinstance(w, QuantizedArray) and _zero_bits_are_zero(w)):
         raise CannotMove
-    return move(w, along_axes(w.ndim, touched, leaf))
+    return move(w, move_along(w.ndim, changed_axes, leaf))
 
 
-def _decodes_zeros(w: QuantizedArray) -> bool:
+def _zero_bits_are_zero(w: QuantizedArray) -> bool:
     """Returns whether leaves whose bits are all zero decode to zeros."""
     row = lambda w: jtu.tree_map(lambda leaf: leaf.reshape(-1, leaf.shape[-1])[:1], in_memory_order(w))
     with jax.ensure_compile_time_eval(), allow_dense():
@@ -223,19 +227,19 @@ def _decodes_zeros(w: QuantizedArray) -> bool:
 
 
 @_register(lax.select_n_p)
-def _select_n(which: ArrayLike, *cases: Value) -> Moved:
-    if not _alike(cases) or jnp.ndim(which) != 0:
+def _select_n(which: ArrayLike, *cases: Value) -> MoveResult:
+    if not _have_same_structure(cases) or jnp.ndim(which) != 0:
         raise CannotMove
     return jtu.tree_map(lambda *leaves: lax.select_n(which, *leaves), *cases)
 
 
 @_register(lax.copy_p)
-def _copy(w: AbstractArrayValue) -> Moved:
+def _copy(w: AbstractArrayValue) -> MoveResult:
     return jtu.tree_map(jnp.copy, w)
 
 
 @_register(_compat.stop_gradient_p)
-def _stop_gradient(w: AbstractArrayValue) -> Moved:
+def _stop_gradient(w: AbstractArrayValue) -> MoveResult:
     return jtu.tree_map(lax.stop_gradient, w)
 
 
@@ -245,5 +249,5 @@ def _optimization_barrier(*operands: Value) -> tuple[Value, ...]:
 
 
 @_register(_compat.name_p)
-def _name(w: AbstractArrayValue, **params: Any) -> Moved:
+def _name(w: AbstractArrayValue, **params: Any) -> MoveResult:
     return jtu.tree_map(lambda leaf: _compat.name_p.bind(leaf, **params), w)

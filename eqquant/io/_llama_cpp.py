@@ -18,7 +18,7 @@ from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._errors import Message
 from .._types import PyTree
-from .._wrappers.pieces import take
+from .._wrappers.concatenate import take
 from ._checkpoint import Checkpoint
 from ._entry import AnyArray
 from ._files import read_json

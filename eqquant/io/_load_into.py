@@ -25,7 +25,7 @@ from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._tree.placement import move, Shardings, wanted_shardings
 from .._tree.select import check_patterns, matches, Pattern
 from .._types import PyTree
-from .._wrappers import pieces
+from .._wrappers.concatenate import concatenate, split, stack
 from .._wrappers.permuted import PermutedArray
 from ._checkpoint import Checkpoint, open as open_checkpoint
 from ._dialects.item import Item
@@ -325,12 +325,12 @@ class _Plan:
             if to.transpose and len(x.shape) > 1:
                 x = x.swapaxes(-1, -2) if _is_value(x) else jnp.swapaxes(x, -1, -2)
             parts[n] = x if to.apply is None else to.apply(x)
-        whole = pieces.join(parts, to.axis)
+        whole = concatenate(parts, to.axis)
         if to.tied or len(places) == 1:
             return [whole] * len(places)
         axis = to.axis % len(whole.shape)
         sizes = [place.shape[axis + len(recipe.stacked)] for place in places]
-        return pieces.divide(whole, sizes, axis)
+        return split(whole, sizes, axis)
 
     def load(self, shardings: Shardings | None) -> PyTree:
         treedef = jtu.tree_structure(self.model, is_leaf=is_one)
@@ -427,7 +427,7 @@ def _place(leaf: Leaf) -> Entry | None:
 def _stack(arrays: list[PyTree], lengths: tuple[int, ...]) -> PyTree:
     if not lengths:
         return arrays[0]
-    x = pieces.stack(arrays)
+    x = stack(arrays)
     return x if len(lengths) == 1 else jtu.tree_map(lambda leaf: leaf.reshape(*lengths, *leaf.shape[1:]), x)
 
 

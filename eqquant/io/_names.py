@@ -18,7 +18,7 @@ import numpy as np
 
 from .._errors import did_you_mean
 from .._types import PyTree
-from .._wrappers.pieces import take
+from .._wrappers.concatenate import take
 from ._checkpoint import Checkpoint
 from ._name_tables import BERT, ENCODER, GEMMA, GGUF, GGUF_OWN, GPT2, LLAMA, MIXTRAL, PHI3, QWEN_MOE, VIT
 from ._rules import LeafTarget, NameRules, RuleKey, Target

@@ -14,7 +14,7 @@ from .._array.array import QuantizedArray
 from .._array.codes import row_length
 from .._formats.base import AbstractFormat
 from .._numerics.packing import packed_length
-from .._wrappers.permuted import permuted, PermutedArray
+from .._wrappers.permuted import PermutedArray, wrap_permuted
 from ._bits import pack_codes
 from ._entry import Entry, named_parts
 from ._memory import aligned_empty, copy_in_parallel, in_threads
@@ -84,7 +84,7 @@ def repack(parts: Unpacked, entry: Entry, source: StoredTensor) -> QuantizedArra
     # Scales may be views of the file, which another program may change.
     ours = lambda name: jax.device_put(given[name] if name == "codes" else copy_in_parallel(given[name]))
     leaves = [ours(name).reshape(struct.shape) for name, struct in structs.items()]
-    return permuted(jtu.tree_unflatten(jtu.tree_structure(like), leaves), parts.order)
+    return wrap_permuted(jtu.tree_unflatten(jtu.tree_structure(like), leaves), parts.order)
 
 
 def _pack(codes: np.ndarray, bits: int) -> np.ndarray:

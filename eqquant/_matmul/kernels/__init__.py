@@ -1,1 +1,1 @@
-"""Implementations of the quantized matmul. They know no formats: only arrays, and the value of each code."""
+"""Implementations of the quantized matmul, on raw arrays and a table of values."""

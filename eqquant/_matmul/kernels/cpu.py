@@ -1,20 +1,19 @@
-"""Computes `x(m, k) . w(n, k)^T` on CPU in C++, for every packed weight; with `transpose`, `x(m, n) . w(n, k)`.
+"""`cpu`: `x(m, k) . w(n, k)^T` in C++, or with `transpose` `x(m, n) . w(n, k)`.
 
-The kernels are in `native/`; its README explains them. They read the packed weight as it is: they pack nothing again
-and never write a dense weight to memory. Sums are float32. One call handles all leading batch axes, and takes `x` and
-the result in either memory order. Of a stack of weights it takes those that indices select, where they lie.
-
+The kernels are in `native/`; its README explains them. They read every packed weight as it is stored, and never write
+a dense weight to memory. Sums are float32. One call handles all leading batch axes, `x` and the result in either memory
+order, and weights that indices select from a stack.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
 from ..._native import calls, library
-from ..._native.layout import Layout, Stored
+from ..._native.layout import Layout, StoredWeight
 from .target import TargetDevice
 
 
-def supports(
+def refusal(
     layout: Layout,
     m: int,
     n: int,
@@ -35,7 +34,7 @@ def supports(
 
 def matmul(
     x: Float[Array, "*batch rows columns"],
-    weight: Stored,
+    weight: StoredWeight,
     layout: Layout,
     *,
     transpose: bool,
@@ -43,10 +42,11 @@ def matmul(
     target: TargetDevice = TargetDevice("cpu"),
     by_columns: tuple[bool, bool] = (False, False),
 ) -> Float[Array, "*batch y_rows y_columns"]:
-    """Computes the product, for operands that `supports` accepts.
+    """Computes the product, where `refusal` returns `None`.
 
     Products are as exact as XLA's own in float32. With results of 16 bits, or with precision "fastest", the kernel may
     round `x` to 16 bits.
+
     `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
     so that the transposes of its caller cancel.
     """
@@ -54,7 +54,7 @@ def matmul(
     outer, dtype = layout.length if transpose else weight.codes.shape[-2], x.dtype
     coarse = dtype.itemsize < 4 or precision == "fastest"
     if layout.offsets:
-        x = x.astype(jnp.float32)  # the sum of two products is rounded once
+        x = x.astype(jnp.float32)  # so that the sum of two products is rounded only once
     options = {"transpose": transpose, "coarse": coarse}
     y = calls.multiply(library.MATMUL, x, weight, layout, outer, x.dtype, by_columns, **options)
     return y.astype(dtype)

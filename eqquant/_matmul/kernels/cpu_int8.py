@@ -1,9 +1,9 @@
-"""Computes `x(m, k) . w(n, k)^T` on CPU where both are integers: int8 codes of `x`, and a weight of integers.
+"""`cpu_int8`: `x(m, k) . w(n, k)^T` in C++, where both operands are integers.
 
-Sums of products are exact integers, and scaled in float32, by the block. `x` is codes with a scale for each row, or
-floats that the kernel quantizes itself: with a scale for each row, or by default its absolute maximum divided by 127. A
-row with a value that is not finite gives NaN. Rows may have zero points too; products with them are corrected as
-integers. The kernels are those of `native/`, as in `cpu.py`.
+Sums of products are exact integers, scaled per block in float32. `x` is int8 codes with a scale per token (row), or
+floats that the kernel quantizes itself: with given scales, or by default dynamically, by the amax of a row over 127. A
+row with a value that is not finite gives NaN. Rows may have zero points too, which integer sums correct. The kernels
+are in `native/`, as for `cpu.py`.
 """
 
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32, Int8, UInt8
 
 from ..._native import calls, library
-from ..._native.layout import Layout, Stored
+from ..._native.layout import Layout, StoredWeight
 from .target import TargetDevice
 
 
-def supports(
+def refusal(
     layout: Layout, m: int, n: int, dtype: DTypeLike, *, target: TargetDevice = TargetDevice("cpu")
 ) -> str | None:
-    """Returns why the kernel cannot take the product with a result of `dtype`, or `None` if it can."""
+    """Returns why the kernel cannot take the product, or `None` if it can."""
     del target
     if jnp.dtype(dtype) not in calls.DTYPES:
         return f"its results are float32, bfloat16 or float16, not {jnp.dtype(dtype)}"
@@ -34,7 +34,7 @@ def supports(
 
 def matmul(
     x: Int8[Array, "*batch rows columns"] | UInt8[Array, "*batch rows columns"] | Float[Array, "*batch rows columns"],
-    weight: Stored,
+    weight: StoredWeight,
     layout: Layout,
     *,
     x_scale: Float32[Array, "*batch m 1"] | None = None,
@@ -43,12 +43,13 @@ def matmul(
     dtype: DTypeLike | None = None,
     by_columns: tuple[bool, bool] = (False, False),
 ) -> Float[Array, "*batch y_rows y_columns"]:
-    """Computes the product, for operands that `supports` accepts.
+    """Computes the product, where `refusal` returns `None`.
 
-    Codes of `x` are `int8`, or `uint8` that are 128 more than what they mean, as an array stores them; `x_scale` has
-    their scales, and `dtype` is that of the result. With `x_zero`, the codes are `uint8` that mean what they are less
-    that. Or `x` is floats, and the result has their dtype: they are quantized with `x_scale` and `x_zero`, or without
-    those with scales of their own, and zero points if `affine`. `by_columns` is that of `cpu.matmul`.
+    - `x`: `int8` values; stored codes, `uint8` with a zero point of 128 or of `x_zero`; or floats to quantize.
+    - `x_scale`, `x_zero`: the scales and zero points of codes, or static ones for floats. Without them floats are
+        quantized dynamically, with zero points if `affine`.
+    - `dtype`: the dtype of the result; by default the dtype of the floats `x`.
+    - `by_columns`: as in `cpu.matmul`.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     more = [a for a in (x_scale, x_zero) if a is not None]

@@ -1,4 +1,7 @@
-"""A weight for the kernels in XLA and Pallas: zero points are unpacked, offsets and nested scales decoded."""
+"""`PackedWeight`: the arrays of a weight for the kernels in XLA and Pallas.
+
+Zero points are unpacked, and offsets and nested scales decoded.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,28 +17,28 @@ from ..._numerics.blocks import dequantize_values
 from ..._numerics.scale_bits import bits_to_scale
 
 
-class Packed(NamedTuple):
-    """The arrays of a weight of `n` rows, `(table[codes] - zero_point) * scale * row_scale + offset`."""
+class PackedWeight(NamedTuple):
+    """A weight: `(table[codes] - zero_point) * scale * row_scale + offset`."""
 
     codes: UInt8[Array, "*batch n bytes"]
     scale: UInt[Array, "*batch n blocks"]  # the bits of scales, of the type `Layout.scale`
-    row_scale: Float32[Array, "*batch n 1"] | None = None  # multiplies the scales of a row
+    row_scale: Float32[Array, "*batch n 1"] | None = None  # a per-channel factor of the scales
     zero_point: UInt8[Array, "*batch n blocks"] | None = None
     offset: Float32[Array, "*batch n blocks"] | None = None
 
 
-def no_pallas_reads(layout: Layout) -> str | None:
+def pallas_refusal(layout: Layout) -> str | None:
     """Returns why the kernels in Pallas cannot read a weight, or `None` if they can."""
     if len(packing.widths(layout.bits)) > 1:
         return f"it reads codes that lie in one byte, and those of {layout.bits} bits lie in several"
     return "it adds no offsets of blocks" if layout.offsets else None
 
 
-def alignment(layout: Layout) -> str | None:
-    """Returns why blocks do not line up with the bytes that a kernel reads at a time, or `None` if they do.
+def alignment_refusal(layout: Layout) -> str | None:
+    """Returns why blocks do not line up with packed bytes, or `None` if they do.
 
-    A run of 64 bytes holds a run of 64 codes for every plane (`packing.py`). If a block consists of whole runs, or a
-    run of whole blocks of 16 or 32, a kernel can read bytes whose codes in one plane share a scale.
+    A run of 64 bytes holds a run of 64 codes of each plane (`packing.py`). If a block is whole runs, or a run is whole
+    blocks of 16 or 32, a kernel can read bytes whose codes in one plane share a scale.
     """
     size = layout.block_size
     if layout.one_scale or size % packing.PLANE == 0 or size in (16, 32):
@@ -51,7 +54,7 @@ def decode_scale(bits: UInt[Array, "*shape"], kind: ScaleKind) -> Float32[Array,
 
 
 def look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*shape"]:
-    """Decodes codes, by operations that XLA fuses where possible: a gather is slow on TPUs."""
+    """Looks up the values of codes, without a gather where possible: it is slow on TPUs."""
     if layout.kind == "integer":
         return codes.astype(jnp.float32) + layout.offset
     if layout.kind != "table":
@@ -59,18 +62,18 @@ def look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*s
     values: Sequence[ArrayLike] = [np.float32(value) for value in layout.table]
     if layout.bits == 8:
         return jnp.asarray(np.stack(values)).at[codes].get(mode="promise_in_bounds")
-    # Each bit of a code halves the table: about as many selections as entries, but only one comparison per bit.
+    # Each bit of a code halves the table. This takes one comparison per bit, and as many selections as entries.
     for bit in range(layout.bits):
         upper = (codes & jnp.uint8(1 << bit)) != 0
         values = [jnp.where(upper, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
     return jnp.asarray(values[0])
 
 
-def decode_bytes(weight: Packed, layout: Layout, dtype: DTypeLike) -> Float[Array, "*batch n k"]:
+def decode_bytes(weight: PackedWeight, layout: Layout, dtype: DTypeLike) -> Float[Array, "*batch n k"]:
     """Decodes 8-bit integers and floats without zero points, directly to `dtype`.
 
-    This is exact for the library's formats. Going by way of float32 gives the same values, but XLA fuses only one
-    conversion into a product. Not for kernels.
+    This is exact for the library's formats. A conversion by way of float32 would give the same values, but XLA fuses
+    only one conversion into a product. Not for use inside kernels.
     """
     if layout.kind != "integer":
         return jax.lax.bitcast_convert_type(weight.codes, jnp.dtype(layout.kind)).astype(dtype)
@@ -78,9 +81,9 @@ def decode_bytes(weight: Packed, layout: Layout, dtype: DTypeLike) -> Float[Arra
 
 
 def decode_columns(
-    weight: Packed, layout: Layout, start: int, dtype: DTypeLike, *, scaled: bool = True
+    weight: PackedWeight, layout: Layout, start: int, dtype: DTypeLike, *, scaled: bool = True
 ) -> Float[Array, "*batch n columns"]:
-    """Decodes the columns from `start` on, where a packed segment must begin. Not for kernels."""
+    """Decodes the columns from `start` on, where a packed segment must begin."""
     columns = np.arange(start, layout.length)
     packed = weight.codes[..., packing.packed_length(start, layout.bits) :]
     codes = packing.unpack(packed, layout.bits, len(columns))

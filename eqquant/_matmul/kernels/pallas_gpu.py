@@ -1,4 +1,6 @@
-"""`pallas_gpu`: the quantized matmul for NVIDIA GPUs, in Pallas-Triton. The dense weight is never in memory.
+"""`pallas_gpu`: the quantized matmul for NVIDIA GPUs, in Pallas-Triton.
+
+The dense weight is never in memory.
 
     y(m, n) = sum_blocks scale(n, block) * (x(m, block) . table[codes(n, block)]^T)
 
@@ -8,9 +10,9 @@ scale weights.
 
 The kernel reads bytes in runs, as they are packed (`packing.py`): 64 bytes, 128 for codes of eight bits, or a block if
 that is shorter. Plane `p` of a run holds as many consecutive codes, so it meets a contiguous tile of `x`, and has one
-scale per row. If a row does not end with a packed segment, XLA multiplies the rest (less than 512 codes) and adds it.
+scale per row. If a row does not end with a packed segment, XLA multiplies the remainder (less than 512 codes).
 
-The transposed product, `y(m, k) = sum_n x(m, n) * scale(n, block) * table[codes(n, block)]`, sums over rows of
+The transposed product, `y(m, k) = sum_n x(m, n) * scale(n, block) * table[codes(n, block)]`, sums over rows with
 different scales, so it scales weights before it multiplies.
 """
 
@@ -28,18 +30,18 @@ from ... import _compat
 from ..._compat import pallas_triton as plgpu
 from ..._native.layout import Layout
 from ..._numerics import packing
-from .packed import alignment, decode_scale, no_pallas_reads, Packed
-from .ptx import decode, table_of
+from .packed import alignment_refusal, decode_scale, PackedWeight, pallas_refusal
+from .ptx import decode, make_table
 from .target import TargetDevice
-from .xla import add_rest
+from .xla import add_remainder
 
 
 class Config(NamedTuple):
-    """How to cut up a product: a program computes `tile_m * tile_n` results, and `split` programs share each sum.
+    """The tiling of a product: each program computes `tile_m * tile_n` results.
 
-    `weight_left` makes the weight the left operand, for few rows of `x`: `wgmma` takes the left operand from registers,
-    and allows few columns. `scale_weights` scales weights instead of partial sums, for many rows. If `split` is `None`,
-    sums are split so that each core has `programs` to run.
+    `split` programs share each sum; if `None`, as many as give each core `programs` to run. `weight_left` makes the
+    weight the left operand, for few rows of `x`: `wgmma` takes the left operand from registers, and allows few columns.
+    `scale_weights` scales weights instead of partial sums, for many rows.
     """
 
     tile_m: int
@@ -52,37 +54,37 @@ class Config(NamedTuple):
     programs: float = 4
 
 
-class _Row(NamedTuple):
+class _ConfigRow(NamedTuple):
     device: str  # part of the name of the device, "" for any
     transpose: bool
     bits: tuple[int, ...]
-    itemsize: int  # of an activation
+    itemsize: int  # the bytes of an activation
     max_m: int
     config: Config
 
 
-# The first row that applies wins. Chosen by the instructions, registers and spills of the compiled code for an H100
+# The first row that matches wins. Chosen by the instructions, registers and spills of the compiled code for an H100
 # (`nox -s aot_gpu`), not yet by time: `benchmarks/gpu_matmul.py --tune` prints rows chosen by time.
 _ANY = (1, 2, 4, 8)
 _CONFIGS = (
     # Float32 tables are in memory, and a byte of many codes has many loads in flight.
-    _Row("", False, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
-    _Row("", False, (1, 2, 4), 2, 16, Config(16, 64)),
-    _Row("", False, (1, 2, 4), 2, 32, Config(32, 64, programs=2)),
-    _Row("", False, (8,), 2, 16, Config(16, 64, weight_left=False)),
-    # From some dozens of rows on, scaling sums takes more time and registers than scaling weights.
-    _Row("", False, (4, 8), 2, 64, Config(64, 128, weight_left=False, scale_weights=True, programs=1)),
-    _Row("", False, (4, 8), 2, 2**31, Config(128, 128, 8, weight_left=False, scale_weights=True, programs=1)),
-    # A byte of many codes meets as many tiles of `x`, which must all fit into shared memory.
-    _Row("", False, (2,), 2, 2**31, Config(64, 128, 8, 2, weight_left=False, scale_weights=True, programs=1)),
-    _Row("", False, (1,), 2, 2**31, Config(64, 64, 4, 2, weight_left=False, scale_weights=True, programs=1)),
-    _Row("", True, (2, 4, 8), 2, 16, Config(16, 64, weight_left=False)),
-    _Row("", True, (2, 4, 8), 2, 2**31, Config(32, 64, weight_left=False, programs=2)),
-    # A byte of eight codes adds to eight tiles of results.
-    _Row("", True, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
-    _Row("", True, (1,), 2, 2**31, Config(16, 64, weight_left=False)),
+    _ConfigRow("", False, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
+    _ConfigRow("", False, (1, 2, 4), 2, 16, Config(16, 64)),
+    _ConfigRow("", False, (1, 2, 4), 2, 32, Config(32, 64, programs=2)),
+    _ConfigRow("", False, (8,), 2, 16, Config(16, 64, weight_left=False)),
+    # With dozens of rows, scaling sums takes more time and registers than scaling weights.
+    _ConfigRow("", False, (4, 8), 2, 64, Config(64, 128, weight_left=False, scale_weights=True, programs=1)),
+    _ConfigRow("", False, (4, 8), 2, 2**31, Config(128, 128, 8, weight_left=False, scale_weights=True, programs=1)),
+    # A byte of many codes needs as many tiles of `x`, which must all fit into shared memory.
+    _ConfigRow("", False, (2,), 2, 2**31, Config(64, 128, 8, 2, weight_left=False, scale_weights=True, programs=1)),
+    _ConfigRow("", False, (1,), 2, 2**31, Config(64, 64, 4, 2, weight_left=False, scale_weights=True, programs=1)),
+    _ConfigRow("", True, (2, 4, 8), 2, 16, Config(16, 64, weight_left=False)),
+    _ConfigRow("", True, (2, 4, 8), 2, 2**31, Config(32, 64, weight_left=False, programs=2)),
+    # A byte of eight codes contributes to eight tiles of results.
+    _ConfigRow("", True, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
+    _ConfigRow("", True, (1,), 2, 2**31, Config(16, 64, weight_left=False)),
 )
-# Streaming multiprocessors.
+# The number of streaming multiprocessors of each device.
 _CORES = {"H100": 132, "H200": 132, "A100": 108, "": 108}
 
 
@@ -104,7 +106,7 @@ def _split(config: Config, device: str, tiles: int, steps: int) -> int:
     return max(1, min(1 << math.floor(math.log2(wanted)), steps // 4, 16))
 
 
-def supports(
+def refusal(
     layout: Layout, m: int, n: int, dtype: DTypeLike, *, transpose: bool, precision: str, target: TargetDevice
 ) -> str | None:
     """Returns why the kernel cannot take the product, or `None` if it can."""
@@ -119,12 +121,12 @@ def supports(
         return "the format has zero points, but its codes are not integers"
     if m * n == 0:
         return "there is nothing to compute"
-    if no_pallas_reads(layout) is not None:
-        return no_pallas_reads(layout)
-    if _body(layout) == 0:
+    if pallas_refusal(layout) is not None:
+        return pallas_refusal(layout)
+    if _kernel_length(layout) == 0:
         step = _step_bytes(layout) * layout.planes
         return f"rows of {layout.length} are shorter than the {step} that it takes at a time"
-    return alignment(layout)
+    return alignment_refusal(layout)
 
 
 def _step_bytes(layout: Layout) -> int:
@@ -138,14 +140,14 @@ def _run_bytes(layout: Layout) -> int:
     return _step_bytes(layout) if layout.one_scale else min(_step_bytes(layout), layout.block_size)
 
 
-def _body(layout: Layout) -> int:
-    """Returns how many codes of a row the kernel takes: all but the rest."""
+def _kernel_length(layout: Layout) -> int:
+    """Returns how many codes of a row the kernel multiplies: all but the remainder."""
     step = _step_bytes(layout) * layout.planes
     return layout.length // step * step
 
 
 class _Weight(NamedTuple):
-    """References to a weight in memory, which load and decode its tiles."""
+    """References to a weight in memory, with methods that load and decode tiles."""
 
     codes: jax.Ref | Array
     scale: jax.Ref | Array
@@ -153,18 +155,18 @@ class _Weight(NamedTuple):
     zero_point: jax.Ref | Array | None
     table: jax.Ref | Array
 
-    def row_scales(self, layout: Layout, n: Array, dtype: DTypeLike) -> Float32[Array, " rows"] | None:
-        """Returns the factor of each whole row, or `None`."""
+    def load_row_scales(self, layout: Layout, n: Array, dtype: DTypeLike) -> Float32[Array, " rows"] | None:
+        """Returns the per-channel factors, or `None`."""
         stretch = layout.stretch(dtype)
         factors = [decode_scale(self.scale[n, 0], layout.scale)] if layout.one_scale else []
         factors += [self.row_scale[n, 0]] if self.row_scale is not None else []
         factors += [jnp.full(n.shape, 1 / stretch, jnp.float32)] if stretch != 1 else []
         return ft.reduce(jnp.multiply, factors) if factors else None
 
-    def tile(
+    def load_tile(
         self, layout: Layout, n: Array, byte: Array, dtype: DTypeLike, interpret: bool
     ) -> list[tuple[Array, Array | None]]:
-        """Decodes a run of bytes from `byte` on, of rows `n`: returns the values and the scales of each plane."""
+        """Decodes a run of bytes of rows `n`: returns values and scales of each plane."""
         run = _run_bytes(layout)
         codes = self.codes[n[:, None], (byte + jnp.arange(run, dtype=jnp.int32))[None, :]]
         planes = []
@@ -198,30 +200,30 @@ def _product(
     tile, part = pl.program_id(0), pl.program_id(1)
     m = tile % m_tiles * config.tile_m + jnp.arange(config.tile_m, dtype=jnp.int32)
     n = tile // m_tiles * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
-    rows = jnp.minimum(n, n_size - 1)  # rows beyond the last are computed, but not stored
+    rows = jnp.minimum(n, n_size - 1)  # rows past the last one are computed, but not stored
     step_bytes, run = _step_bytes(layout), _run_bytes(layout)
-    first, last = _steps(_body(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
+    first, last = _step_range(_kernel_length(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
 
     def step(number: Array, total: Array) -> Array:
         for begin in range(0, step_bytes, run):
             byte = number * step_bytes + begin
-            for plane, (values, scale) in enumerate(weight.tile(layout, rows, byte, dtype, interpret)):
+            for plane, (values, scale) in enumerate(weight.load_tile(layout, rows, byte, dtype, interpret)):
                 column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
                 x = _load(x_ref, m, column, m < m_size)
                 if scale is not None and config.scale_weights:
-                    values, scale = _scale(values, scale), None
+                    values, scale = _apply_scale(values, scale), None
                 left, right = (values, x) if config.weight_left else (x, values)
                 sums = plgpu.dot(left, right, trans_b=True, precision=precision)
                 if scale is not None:
-                    sums = sums * jnp.broadcast_to(_along(scale, config.weight_left), sums.shape)
+                    sums = sums * jnp.broadcast_to(_expand_scale(scale, config.weight_left), sums.shape)
                 total = total + sums
         return total
 
     shape = (config.tile_n, config.tile_m) if config.weight_left else (config.tile_m, config.tile_n)
     total = jax.lax.fori_loop(first, last, step, jnp.zeros(shape, jnp.float32))
-    scale = weight.row_scales(layout, rows, dtype)
+    scale = weight.load_row_scales(layout, rows, dtype)
     if scale is not None:
-        total = total * jnp.broadcast_to(_along(scale, config.weight_left), total.shape)
+        total = total * jnp.broadcast_to(_expand_scale(scale, config.weight_left), total.shape)
     index = (m[None, :], n[:, None]) if config.weight_left else (m[:, None], n[None, :])
     plgpu.store(y_ref.at[part, *index], total.astype(y_ref.dtype), mask=(index[0] < m_size) & (index[1] < n_size))
 
@@ -243,16 +245,16 @@ def _transposed_product(
     m = tile % m_tiles * config.tile_m + jnp.arange(config.tile_m, dtype=jnp.int32)
     run = _run_bytes(layout)
     byte = tile // m_tiles * run
-    first, last = _steps(pl.cdiv(n_size, config.tile_n), part, y_ref.shape[0])
+    first, last = _step_range(pl.cdiv(n_size, config.tile_n), part, y_ref.shape[0])
 
     def step(number: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         n = number * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
         rows = jnp.minimum(n, n_size - 1)
         x = _load(x_ref, m, n, m < m_size, n < n_size)
-        sums, row_scale = [], weight.row_scales(layout, rows, dtype)
-        for values, scale in weight.tile(layout, rows, byte, dtype, interpret):
+        sums, row_scale = [], weight.load_row_scales(layout, rows, dtype)
+        for values, scale in weight.load_tile(layout, rows, byte, dtype, interpret):
             scale = ft.reduce(jnp.multiply, [s for s in (scale, row_scale) if s is not None])
-            sums.append(plgpu.dot(x, _scale(values, scale), precision=precision))
+            sums.append(plgpu.dot(x, _apply_scale(values, scale), precision=precision))
         return tuple(total + s for total, s in zip(totals, sums, strict=True))
 
     zeros = jnp.zeros((config.tile_m, run), jnp.float32)
@@ -263,12 +265,12 @@ def _transposed_product(
         plgpu.store(y_ref.at[part, m[:, None], column[None, :]], total.astype(y_ref.dtype), mask=mask)
 
 
-def _scale(values: Float[Array, "rows run"], scale: Float32[Array, " rows"]) -> Float[Array, "rows run"]:
+def _apply_scale(values: Float[Array, "rows run"], scale: Float32[Array, " rows"]) -> Float[Array, "rows run"]:
     product = values.astype(jnp.float32) * jnp.broadcast_to(scale[:, None], values.shape)
     return product.astype(values.dtype)
 
 
-def _steps(steps: int | Array, part: Array, parts: int) -> tuple[Array, Array]:
+def _step_range(steps: int | Array, part: Array, parts: int) -> tuple[Array, Array]:
     """Returns the first and the last step of one part of a sum."""
     each = pl.cdiv(steps, parts)
     return part * each, jnp.minimum((part + 1) * each, steps)
@@ -283,13 +285,13 @@ def _load(ref: jax.Ref, rows: Array, columns: Array, *masks: Array) -> Array:
     return plgpu.load(ref.at[rows[:, None], columns[None, :]], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def _along(scale: Array, rows: bool) -> Array:
+def _expand_scale(scale: Array, rows: bool) -> Array:
     return scale[:, None] if rows else scale[None, :]
 
 
 def matmul(
     x: Float[Array, "m inner"],
-    weight: Packed,
+    weight: PackedWeight,
     layout: Layout,
     *,
     transpose: bool,
@@ -298,7 +300,9 @@ def matmul(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m outer"]:
-    """Computes `x(m, k) . w(n, k)^T`, or with `transpose` `x(m, n) . w(n, k)`, for operands that `supports` accepts.
+    """Computes `x(m, k) . w(n, k)^T`, or with `transpose` `x(m, n) . w(n, k)`.
+
+    Needs operands for which `refusal` returns `None`.
 
     **Arguments:**
 
@@ -309,8 +313,8 @@ def matmul(
     - `interpret`: runs on any device, slowly.
     """
     _compat.expect_triton_warning()
-    exactly = jax.lax.Precision.HIGHEST if precision == "highest" else None
-    m, n, body = x.shape[0], weight.codes.shape[0], _body(layout)
+    dot_precision = jax.lax.Precision.HIGHEST if precision == "highest" else None
+    m, n, body = x.shape[0], weight.codes.shape[0], _kernel_length(layout)
     config = config or tune(target.device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
     m_tiles = pl.cdiv(m, config.tile_m)
     if transpose:
@@ -322,14 +326,14 @@ def matmul(
     parts = _split(config, target.device, tiles, steps)
     whole = parts == 1 and body == layout.length  # the kernel writes the final result
     y = pl.pallas_call(
-        ft.partial(kernel, layout=layout, config=config, interpret=interpret, precision=exactly),
+        ft.partial(kernel, layout=layout, config=config, interpret=interpret, precision=dot_precision),
         out_shape=_compat.result_like(x, (parts, m, outer), x.dtype if whole else jnp.float32),
         grid=(tiles, parts),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="quantized_matmul_transposed" if transpose else "quantized_matmul",
-    )(x, _Weight(*weight[:4], table=table_of(layout, x.dtype, interpret)))
+    )(x, _Weight(*weight[:4], table=make_table(layout, x.dtype, interpret)))
     if whole:
         return y[0]
-    y = add_rest(jnp.sum(y, axis=0), x, weight, layout, body, transpose=transpose, precision=exactly)
+    y = add_remainder(jnp.sum(y, axis=0), x, weight, layout, body, transpose=transpose, precision=dot_precision)
     return y.astype(x.dtype)

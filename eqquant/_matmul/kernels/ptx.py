@@ -1,9 +1,9 @@
 """Decodes codes in the registers of NVIDIA GPUs, for Pallas-Triton kernels.
 
 - Codes of at most four bits become 16-bit values by `prmt`, the byte permutation of NVIDIA GPUs. Four nibbles of packed
-  codes *are* its selectors: it looks all four up in eight bytes at once. Two lookups and a choice make a table of
-  sixteen. The low and the high bytes of the values have a table each. This takes two instructions per weight.
-- Integers of eight bits become the low bits of a float32 whose exponent makes these bits count units: two and a half
+  codes *are* its selectors, so it looks four codes up in a table of eight bytes. Two lookups and a selection make a
+  table of sixteen. The low and the high bytes of the values have a table each. This takes two instructions per weight.
+- Integers of eight bits become the low mantissa bits of the float32 2**23, which is then subtracted: less than three
   fast instructions, instead of a slow conversion.
 - Float32 values and tables of 256 are loaded from a table in memory.
 
@@ -21,7 +21,7 @@ from ..._native.layout import Layout
 
 
 def lookup_asm(bits: int, plane: int) -> str:
-    """Returns PTX that decodes one plane of four bytes, `$2`, to four 16-bit values, in `$0` and `$1`.
+    """Returns PTX that decodes a plane of four bytes, `$2`, to 16-bit values in `$0` and `$1`.
 
     The table is in every fourth operand from `$3` on, since inline assembly has an operand per byte: first the low
     bytes of the values, four to a word, then the high bytes.
@@ -47,7 +47,10 @@ def lookup_asm(bits: int, plane: int) -> str:
 
 
 def integer_asm(dtype: DTypeLike) -> str:
-    """Returns PTX that converts four bytes to `dtype`, from `$0` on, and subtracts the operands that follow them."""
+    """Returns PTX that converts four bytes to `dtype` and subtracts an operand from each.
+
+    Results are in the operands from `$0` on; then come the bytes, then the four numbers to subtract.
+    """
     name = {"bfloat16": "bf16", "float16": "f16", "float32": ""}[jnp.dtype(dtype).name]
     first = 2 if name else 4
     out = ["a", "b", "c", "d"] if name else ["$0", "$1", "$2", "$3"]
@@ -66,12 +69,12 @@ def _table_words(bits: int) -> int:
 
 
 def _looks_up_by_permutation(layout: Layout, dtype: DTypeLike) -> bool:
-    """Returns whether to look codes up by `prmt`."""
+    """Returns whether `prmt` looks codes up."""
     return layout.bits <= 4 and jnp.dtype(dtype).itemsize == 2
 
 
-def table_of(layout: Layout, dtype: DTypeLike, interpret: bool) -> Array:
-    """Returns the stretched table for `decode`: the values, or for `prmt` their bytes."""
+def make_table(layout: Layout, dtype: DTypeLike, interpret: bool) -> Array:
+    """Returns the stretched table for `decode`: the values, or their bytes for `prmt`."""
     values = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
     if interpret or not _looks_up_by_permutation(layout, dtype):
         return jnp.asarray(values)
@@ -81,7 +84,7 @@ def table_of(layout: Layout, dtype: DTypeLike, interpret: bool) -> Array:
 
 
 def _asm(asm: str, args: list[Array], dtype: DTypeLike) -> Array:
-    """Runs PTX on four elements at a time. Elements of 32 bits take a register each; smaller ones share registers."""
+    """Runs PTX on four elements at a time, which share registers if smaller than 32 bits."""
     constraint = lambda kind, itemsize: ",".join([kind] * itemsize)
     outputs = constraint("=r" if jnp.dtype(dtype).itemsize == 2 else "=f", jnp.dtype(dtype).itemsize)
     inputs = [constraint("f" if a.dtype == jnp.float32 else "r", a.dtype.itemsize) for a in args]

@@ -7,6 +7,6 @@ class TargetDevice(NamedTuple):
     """A kind of device. An unknown device is assumed to be new enough."""
 
     platform: str  # "cpu", "cuda", "rocm", "tpu"
-    device: str = ""  # its name
-    capability: float = 9.0  # of an NVIDIA GPU
+    device: str = ""  # the name of the device
+    capability: float = 9.0  # the compute capability of an NVIDIA GPU
     no_kernels: str | None = None  # why it cannot run kernels

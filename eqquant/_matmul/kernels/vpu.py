@@ -1,9 +1,9 @@
 """Decodes codes in the vector registers of TPUs, for Pallas-Mosaic kernels.
 
 A register is 8 sublanes of 128 lanes of 32 bits. Four bytes share a lane and are decoded together, since TPUs cannot
-shift bytes. Values that grow evenly with the code (integers, signs) become int8: flip the top bit of each code, shift
-it to the top of its byte, mask the others. Other tables, of up to sixteen values, are looked up by a gather along
-sublanes, whose eight entries are half a table.
+shift bytes. Values that are linear in the code (integers, signs) become int8: flip the top bit of each code, shift the
+code to the top of its byte, and mask the rest. Other tables, of up to sixteen values, are looked up by a gather along
+sublanes, of which a register has eight: half a table.
 """
 
 from typing import NamedTuple
@@ -17,49 +17,49 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int8, Int32, UInt, UInt8
 from ..._native.layout import Layout
 
 
-SUBLANES, LANES = 8, 128  # of a vector register
+SUBLANES, LANES = 8, 128  # the shape of a vector register
 
 
-def is_looked_up(layout: Layout) -> bool:
-    """Returns whether values must be looked up: they do not grow evenly with the code."""
+def needs_lookup(layout: Layout) -> bool:
+    """Returns whether decoding needs a lookup, because values are not linear in the code."""
     even = np.ptp(np.diff(np.asarray(layout.table, np.float32))) == 0
     return layout.kind == "table" and not even
 
 
 class Decoder(NamedTuple):
-    """Decodes codes to `dtype`. A value is `step * decoded + offset`."""
+    """Decodes codes to `dtype`; the values are `step * decoded + offset`."""
 
     layout: Layout
     dtype: DTypeLike
 
     @property
-    def looked_up(self) -> bool:
-        return is_looked_up(self.layout)
+    def uses_lookup(self) -> bool:
+        return needs_lookup(self.layout)
 
     @property
     def step(self) -> float:
         """The factor of decoded codes.
 
-        Codes whose values grow evenly decode to int8, with the code in the top bits. Tables are stretched.
+        Codes with linear values decode to int8, with the code in the top bits. Tables are stretched.
         """
-        if self.looked_up or self.layout.kind.startswith("float8"):
-            return 1 / self.layout.stretch(self.dtype) if self.looked_up else 1.0
+        if self.uses_lookup or self.layout.kind.startswith("float8"):
+            return 1 / self.layout.stretch(self.dtype) if self.uses_lookup else 1.0
         return (self.layout.table[1] - self.layout.table[0]) / 2 ** (8 - self.layout.bits)
 
     @property
     def offset(self) -> float:
         """The value of the code that decodes to zero."""
-        if self.looked_up or self.layout.kind.startswith("float8") or self.between:
+        if self.uses_lookup or self.layout.kind.startswith("float8") or self.zero_between_codes:
             return 0.0
         return self.layout.table[2 ** (self.layout.bits - 1)]
 
     @property
-    def between(self) -> bool:
+    def zero_between_codes(self) -> bool:
         """Whether zero lies between two codes, as for signs. Then every int8 gets half a step more."""
-        return not self.looked_up and self.layout.bits < 8 and self.layout.table[0] == -self.layout.table[-1]
+        return not self.uses_lookup and self.layout.bits < 8 and self.layout.table[0] == -self.layout.table[-1]
 
     def table(self) -> np.ndarray:
-        """Returns the bits of the tables for `_look_up`: bfloat16 pairs, one of each half; then the float32 table."""
+        """Returns the tables for `_look_up`: bfloat16 pairs of both halves, then float32."""
         table = np.zeros(2 * SUBLANES)
         table[: len(self.layout.table)] = np.asarray(self.layout.table) / self.step + 0.0  # without -0
         half = table.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32)
@@ -78,14 +78,15 @@ class Decoder(NamedTuple):
         if kind in ("float8_e4m3fn", "float8_e5m2"):
             return [jax.lax.bitcast_convert_type(codes, jnp.dtype(kind)).astype(dtype)]
         packed = pltpu.bitcast(codes, jnp.int32)
-        if not self.looked_up:
+        if not self.uses_lookup:
             packed ^= _in_every_byte(sum(1 << (bits * p + bits - 1) for p in range(layout.planes)))
-            half = 1 << (7 - bits) if self.between else 0
-            return [_bits(packed, bits * p, bits, to=8 - bits, plus=half).astype(dtype) for p in range(layout.planes)]
+            half = 1 << (7 - bits) if self.zero_between_codes else 0
+            shift_plane = lambda p: _shift_bits(packed, bits * p, bits, to=8 - bits, plus=half)
+            return [shift_plane(p).astype(dtype) for p in range(layout.planes)]
         planes = []
         for p in range(layout.planes):
-            index = _bits(packed, bits * p, min(bits, 3), to=0).astype(jnp.int32)
-            upper = _bits(packed, bits * p + 3, 1, to=4).astype(jnp.int32) if bits == 4 else jnp.zeros_like(index)
+            index = _shift_bits(packed, bits * p, min(bits, 3), to=0).astype(jnp.int32)
+            upper = _shift_bits(packed, bits * p + 3, 1, to=4).astype(jnp.int32) if bits == 4 else jnp.zeros_like(index)
             planes.append(_look_up(index, upper, table_ref, dtype))  # pyright: ignore[reportArgumentType]
         return planes
 
@@ -93,32 +94,32 @@ class Decoder(NamedTuple):
 def _look_up(
     index: Int32[Array, "rows lanes"], upper: Int32[Array, "rows lanes"], table_ref: jax.Ref | Array, dtype: DTypeLike
 ) -> Float[Array, "rows lanes"]:
-    """Looks up `index` in one half of a table of 16: the upper half where `upper` is 16, the lower half where it is 0.
+    """Looks up `index` in half of a table of 16: the upper half where `upper` is 16.
 
     A column of a register has 8 sublanes. The gather rotates it until the entry is in place.
     """
     index = index.reshape(-1, SUBLANES, LANES)
 
-    def take(part: Int32[Array, "sublanes lanes"]) -> Int32[Array, "rows lanes"]:
+    def gather(part: Int32[Array, "sublanes lanes"]) -> Int32[Array, "rows lanes"]:
         part = jnp.broadcast_to(part[None], index.shape)
-        taken = jnp.take_along_axis(part, index, axis=1, mode="promise_in_bounds", wrap_negative_indices=False)
-        return taken.reshape(upper.shape)
+        gathered = jnp.take_along_axis(part, index, axis=1, mode="promise_in_bounds", wrap_negative_indices=False)
+        return gathered.reshape(upper.shape)
 
     pairs, lower_half, upper_half = (table_ref[SUBLANES * i : SUBLANES * (i + 1)] for i in range(3))
     if dtype == jnp.bfloat16:
-        found = take(pairs) << upper  # one rotation for both halves
+        values = gather(pairs) << upper  # one rotation for both halves
     else:
-        found = jnp.where(upper != 0, take(upper_half), take(lower_half))
-    return jax.lax.bitcast_convert_type(found, jnp.float32).astype(dtype)
+        values = jnp.where(upper != 0, gather(upper_half), gather(lower_half))
+    return jax.lax.bitcast_convert_type(values, jnp.float32).astype(dtype)
 
 
-def _bits(
+def _shift_bits(
     packed: Int32[Array, "quarter lanes"], start: int, count: int, to: int, plus: int = 0
 ) -> Int8[Array, "rows lanes"]:
-    """Moves `count` bits of every byte from bit `start` to bit `to`, and sets the bits `plus` below them."""
-    moved = packed << (to - start) if to >= start else packed >> (start - to)
-    moved &= _in_every_byte((2**count - 1) << to)
-    return pltpu.bitcast(moved | _in_every_byte(plus) if plus else moved, jnp.int8)
+    """Moves `count` bits of every byte from bit `start` to bit `to`, and sets bits `plus`."""
+    shifted = packed << (to - start) if to >= start else packed >> (start - to)
+    shifted &= _in_every_byte((2**count - 1) << to)
+    return pltpu.bitcast(shifted | _in_every_byte(plus) if plus else shifted, jnp.int8)
 
 
 def _in_every_byte(byte: int) -> np.int32:

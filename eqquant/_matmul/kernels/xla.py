@@ -1,4 +1,4 @@
-"""Computes `x(m, k) . w(n, k)^T` in plain `jax.numpy`, for any `w` that a function can decode. Works everywhere.
+"""`xla`: `x(m, k) . w(n, k)^T` in plain `jax.numpy`, which works everywhere.
 
 XLA decides whether to write the decoded weight to memory: on GPU and TPU it may fuse the decode. For CPU, see
 `xla_cpu.py`.
@@ -13,13 +13,13 @@ from jaxtyping import Array, DTypeLike, Float
 
 from ..._native.layout import Layout
 from ..._types import PyTree
-from .packed import decode_columns, Packed
+from .packed import decode_columns, PackedWeight
 
 
 Decode = Callable[[PyTree], Array]
 
 
-def dense(
+def multiply_decoded(
     x: Float[Array, "*batch rows inner"], w: PyTree, decode: Decode, *, transpose: bool, precision: PrecisionLike
 ) -> Float[Array, "*batch rows outer"]:
     """Computes one `dot_general` with the whole decoded weight, `decode(w): (*batch, n, k)`."""
@@ -41,7 +41,7 @@ def _dot(
     )
 
 
-def dense_scaled(
+def multiply_scaled(
     x: Float[Array, "*batch rows inner"],
     w: PyTree,
     decode: Decode,
@@ -50,20 +50,23 @@ def dense_scaled(
     transpose: bool,
     precision: PrecisionLike,
 ) -> Float[Array, "*batch rows outer"]:
-    """As `dense`, for `scale[:, None] * decode(w)`, but scales the results, or with `transpose` the operand."""
+    """As `multiply_decoded`, for `scale[:, None] * decode(w)`, without scaling the weight.
+
+    Multiplies the results by the scales, or with `transpose` the operand.
+    """
     wide = accumulator(x.dtype)
     scale = scale[..., None, :].astype(wide)
     if transpose:
         scaled = x.astype(wide) * jnp.broadcast_to(scale, x.shape)
-        return dense(scaled.astype(x.dtype), w, decode, transpose=True, precision=precision)
+        return multiply_decoded(scaled.astype(x.dtype), w, decode, transpose=True, precision=precision)
     y = _dot(x, decode(w).astype(x.dtype), transpose=False, precision=precision)
     return (y * jnp.broadcast_to(scale, y.shape)).astype(x.dtype)
 
 
-def add_rest(
-    y: Float[Array, "m taken"],
+def add_remainder(
+    y: Float[Array, "m columns"],
     x: Float[Array, "m inner"],
-    weight: Packed,
+    weight: PackedWeight,
     layout: Layout,
     start: int,
     *,
@@ -72,15 +75,15 @@ def add_rest(
 ) -> Float[Array, "m outer"]:
     """Completes `y`, the product of a kernel with the columns of a weight before `start`.
 
-    Adds the product with the other columns; with `transpose`, appends the results of the other columns. Both `y` and
-    the result have the dtype of sums.
+    Adds the product with the remaining columns; with `transpose`, appends their results. `y` and the result have the
+    dtype of sums.
     """
     if start == layout.length:
         return y
-    rest = decode_columns(weight, layout, start, x.dtype)
+    remainder = decode_columns(weight, layout, start, x.dtype)
     if transpose:
-        return jnp.concatenate([y, _dot(x, rest, transpose=True, precision=precision)], axis=1)
-    return y + _dot(x[:, start:], rest, transpose=False, precision=precision)
+        return jnp.concatenate([y, _dot(x, remainder, transpose=True, precision=precision)], axis=1)
+    return y + _dot(x[:, start:], remainder, transpose=False, precision=precision)
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:

@@ -1,4 +1,4 @@
-"""`xla` on CPU: `x(m, k) . w(n, k)^T` in plain `jax.numpy`, in the form that XLA for CPU runs fastest.
+"""`xla` on CPU: `x(m, k) . w(n, k)^T` in the form that XLA for CPU runs fastest.
 
 XLA for CPU never fuses a decode into a product, so a loop decodes and multiplies a few rows at a time, and decoded rows
 stay in the cache. It decodes each plane of the packing on its own, and multiplies it by the matching columns of `x`:
@@ -19,25 +19,25 @@ from jaxtyping import Array, DTypeLike, Float, Float32
 from ..._native.layout import Layout
 from ..._numerics import packing
 from ..._numerics.blocks import dequantize_values
-from .packed import decode_columns, decode_scale, look_up, Packed
+from .packed import decode_columns, decode_scale, look_up, PackedWeight
 from .xla import accumulator
 
 
-# The bytes of a plane to decode at a time. Without a loop over rows, XLA may decode long before it multiplies: of eight
-# layers of 4 MiB, it decodes all at once, and takes twice as long.
+# The bytes of a plane to decode at a time. Without a loop over rows, XLA may decode several layers before it multiplies
+# any, and decoded rows leave the cache.
 ROWS_BYTES = 2**21
 
 
 def matmul(
     x: Float[Array, "*batch rows inner"],
-    weight: Packed,
+    weight: PackedWeight,
     layout: Layout,
     dtype: DTypeLike,
     *,
     transpose: bool,
     precision: PrecisionLike,
 ) -> Float[Array, "*batch rows outer"]:
-    """`x(*batch, m, k) . w(*batch, n, k)^T`, or with `transpose` `x(*batch, m, n) . w(*batch, n, k)`.
+    """Computes `x(m, k) . w(n, k)^T`, or with `transpose` `x(m, n) . w(n, k)`.
 
     **Arguments:**
 
@@ -48,30 +48,30 @@ def matmul(
     row_bytes = max(layout.length * wide.itemsize, 1)
     whole = count * n * row_bytes <= ROWS_BYTES
     rows = n if whole else min(max(ROWS_BYTES * layout.planes // row_bytes, 1), n)
-    # Values to round to 16 bits must be scaled first. Otherwise it is cheaper to scale the results or `x`.
-    rounded = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
-    scaled = not layout.one_scale or rounded is not None or wide.itemsize > 4 or layout.offsets
-    decoder = _Decoder(layout, wide, rounded, scaled)
+    # Values that are rounded to 16 bits must be scaled first. Otherwise it is cheaper to scale the results or `x`.
+    round_to = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
+    apply_scale = not layout.one_scale or round_to is not None or wide.itemsize > 4 or layout.offsets
+    decoder = _Decoder(layout, wide, round_to, apply_scale)
     product = ft.partial(_transposed_product if transpose else _product, decoder, rows, precision)
 
-    def one(operands: tuple[Array, Packed]) -> Array:
+    def multiply_one(operands: tuple[Array, PackedWeight]) -> Array:
         x, weight = operands
         return product(x.astype(wide), weight).astype(x.dtype)
 
     if not batch:
-        return one((x, weight))
+        return multiply_one((x, weight))
     flat = jtu.tree_map(lambda a: a.reshape(count, *a.shape[len(batch) :]), (x, weight))
-    y = jax.vmap(one)(flat) if whole else jax.lax.map(one, flat)
+    y = jax.vmap(multiply_one)(flat) if whole else jax.lax.map(multiply_one, flat)
     return y.reshape(*batch, *y.shape[1:])
 
 
 class _Decoder(NamedTuple):
-    """Decodes rows of a weight in parts: the planes of whole packed segments, then the rest."""
+    """Decodes rows of a weight in parts: planes of whole packed segments, then the remainder."""
 
     layout: Layout
-    wide: np.dtype  # the dtype of values, and of sums
-    rounded: np.dtype | None  # the dtype to round values to first, or None
-    scaled: bool  # if not, the caller multiplies by `scale_of_rows`
+    wide: np.dtype  # the dtype of values and sums
+    round_to: np.dtype | None  # the dtype that values are rounded to first, or `None`
+    apply_scale: bool  # if not, the caller multiplies by `load_row_scale`
 
     @property
     def run(self) -> int:
@@ -85,25 +85,25 @@ class _Decoder(NamedTuple):
         segment = self.run * self.layout.planes
         return self.layout.length // segment * segment
 
-    def decode(self, weight: Packed) -> list[Float[Array, "rows _"]]:
+    def decode(self, weight: PackedWeight) -> list[Float[Array, "rows _"]]:
         layout, body, run = self.layout, self.body, self.run
         rows, parts = weight.codes.shape[0], []
         # The values of a unit share a scale.
         unit = run if layout.one_scale else math.gcd(run, layout.block_size)
         packed = weight.codes[:, : packing.packed_length(body, layout.bits)]
-        count = body // layout.planes // run  # of segments
+        count = body // layout.planes // run  # whole segments
         codes = packed.reshape(rows, count, packed.shape[1] // (max(count, 1) * run), run // unit, unit)
-        scale = self._per_unit(self._scale(weight), unit) if self.scaled else None
+        scale = self._per_unit(self._scale(weight), unit) if self.apply_scale else None
         zero = None if weight.zero_point is None else self._per_unit(weight.zero_point.astype(jnp.float32), unit)
         offset = None if weight.offset is None else self._per_unit(weight.offset, unit)
         for plane in range(layout.planes if body else 0):
             values = look_up(packing.unpack_plane(codes, plane, layout.bits), layout)
             each = [a if a is None else jnp.broadcast_to(a[plane], values.shape) for a in (scale, zero, offset)]
             values = dequantize_values(values, *each)
-            parts.append(self._finish(values).reshape(rows, body // layout.planes))
+            parts.append(self._round(values).reshape(rows, body // layout.planes))
         if body == layout.length and body:
             return parts
-        return [*parts, self._finish(decode_columns(weight, layout, body, jnp.float32, scaled=self.scaled))]
+        return [*parts, self._round(decode_columns(weight, layout, body, jnp.float32, scaled=self.apply_scale))]
 
     def split(self, x: Float[Array, "m k"]) -> list[Float[Array, "m _"]]:
         """Splits the columns of `x` like the parts of a row."""
@@ -112,18 +112,18 @@ class _Decoder(NamedTuple):
         parts = [runs[:, :, p].reshape(m, self.body // planes) for p in range(planes if self.body else 0)]
         return parts if self.body == self.layout.length and self.body else [*parts, x[:, self.body :]]
 
-    def join(self, parts: list[Float[Array, "m _"]]) -> Float[Array, "m k"]:
-        """Joins parts to columns. The inverse of `split`."""
+    def concatenate(self, parts: list[Float[Array, "m _"]]) -> Float[Array, "m k"]:
+        """Concatenates parts to columns: the inverse of `split`."""
         planes = self.layout.planes if self.body else 0
         runs = [part.reshape(part.shape[0], part.shape[1] // self.run, 1, self.run) for part in parts[:planes]]
         body = [jnp.concatenate(runs, axis=2).reshape(parts[0].shape[0], self.body)] if runs else []
         whole = [*body, *parts[planes:]]
         return jnp.concatenate(whole, axis=1) if len(whole) > 1 else whole[0]
 
-    def scale_of_rows(self, weight: Packed) -> Float32[Array, " n"] | None:
-        return None if self.scaled else self._scale(weight)[:, 0]
+    def load_row_scale(self, weight: PackedWeight) -> Float32[Array, " n"] | None:
+        return None if self.apply_scale else self._scale(weight)[:, 0]
 
-    def _scale(self, weight: Packed) -> Float32[Array, "rows blocks"]:
+    def _scale(self, weight: PackedWeight) -> Float32[Array, "rows blocks"]:
         scale = decode_scale(weight.scale, self.layout.scale)
         return scale if weight.row_scale is None else scale * jnp.broadcast_to(weight.row_scale, scale.shape)
 
@@ -137,61 +137,61 @@ class _Decoder(NamedTuple):
         units = units.reshape(rows, self.body // layout.planes // self.run, layout.planes, self.run // unit, 1)
         return [units[:, :, plane] for plane in range(layout.planes)]
 
-    def _finish(self, values: Float32[Array, "*shape"]) -> Float[Array, "*shape"]:
-        if self.rounded is not None or self.layout.zero_points or self.layout.offsets:
-            # As `dequantize` does: the outermost level may lie beyond the largest finite number.
-            limit = float(min(jnp.finfo(self.rounded or self.wide).max, jnp.finfo(jnp.float32).max))
+    def _round(self, values: Float32[Array, "*shape"]) -> Float[Array, "*shape"]:
+        if self.round_to is not None or self.layout.zero_points or self.layout.offsets:
+            # As `dequantize` does: the outermost level may lie beyond the finite range.
+            limit = float(min(jnp.finfo(self.round_to or self.wide).max, jnp.finfo(jnp.float32).max))
             values = jnp.clip(values, -limit, limit)
-        return (values if self.rounded is None else values.astype(self.rounded)).astype(self.wide)
+        return (values if self.round_to is None else values.astype(self.round_to)).astype(self.wide)
 
 
 def _product(
-    decoder: _Decoder, rows: int, precision: PrecisionLike, x: Float[Array, "m k"], weight: Packed
+    decoder: _Decoder, rows: int, precision: PrecisionLike, x: Float[Array, "m k"], weight: PackedWeight
 ) -> Float[Array, "m n"]:
     dot = ft.partial(jax.lax.dot_general, precision=precision, preferred_element_type=x.dtype)
     columns = decoder.split(x)
 
-    def multiply(weight: Packed) -> Float[Array, "rows m"]:
+    def multiply(weight: PackedWeight) -> Float[Array, "rows m"]:
         # With the weight on the left, products with few rows of `x` are faster.
         numbers = (((1,), (1,)), ((), ()))
         return ft.reduce(jnp.add, [dot(w, x, numbers) for w, x in zip(decoder.decode(weight), columns, strict=True)])
 
-    looped, rest = _cut(weight, rows)
+    looped, remainder = _split_steps(weight, rows)
     y = []
     if looped is not None:
         _, y_steps = jax.lax.scan(lambda _, weight: (None, multiply(weight)), None, looped)
         y.append(y_steps.reshape(looped.codes.shape[0] * rows, x.shape[0]))
-    if rest is not None:
-        y.append(multiply(rest))
+    if remainder is not None:
+        y.append(multiply(remainder))
     y = jnp.concatenate(y) if len(y) > 1 else y[0]
-    scale = decoder.scale_of_rows(weight)
+    scale = decoder.load_row_scale(weight)
     return jnp.transpose(y if scale is None else y * jnp.broadcast_to(scale[:, None], y.shape))
 
 
 def _transposed_product(
-    decoder: _Decoder, rows: int, precision: PrecisionLike, x: Float[Array, "m n"], weight: Packed
+    decoder: _Decoder, rows: int, precision: PrecisionLike, x: Float[Array, "m n"], weight: PackedWeight
 ) -> Float[Array, "m k"]:
     dot = ft.partial(jax.lax.dot_general, precision=precision, preferred_element_type=x.dtype)
-    scale = decoder.scale_of_rows(weight)
+    scale = decoder.load_row_scale(weight)
     x = x if scale is None else x * jnp.broadcast_to(scale, x.shape)
 
-    def multiply(x: Float[Array, "m rows"], weight: Packed) -> list[Float[Array, "m _"]]:
+    def multiply(x: Float[Array, "m rows"], weight: PackedWeight) -> list[Float[Array, "m _"]]:
         return [dot(x, w, (((1,), (0,)), ((), ()))) for w in decoder.decode(weight)]
 
-    looped, rest = _cut(weight, rows)
+    looped, remainder = _split_steps(weight, rows)
     if looped is None:
-        return decoder.join(multiply(x, weight))
-    taken = looped.codes.shape[0] * rows
-    steps = jnp.moveaxis(x[:, :taken].reshape(x.shape[0], taken // rows, rows), 1, 0)
+        return decoder.concatenate(multiply(x, weight))
+    looped_rows = looped.codes.shape[0] * rows
+    steps = jnp.moveaxis(x[:, :looped_rows].reshape(x.shape[0], looped_rows // rows, rows), 1, 0)
     total = [jnp.zeros_like(part) for part in decoder.split(jnp.zeros((x.shape[0], decoder.layout.length), x.dtype))]
     add = lambda total, step: ([t + y for t, y in zip(total, multiply(*step), strict=True)], None)
-    total = multiply(x[:, taken:], rest) if rest is not None else total
+    total = multiply(x[:, looped_rows:], remainder) if remainder is not None else total
     total, _ = jax.lax.scan(add, total, (steps, looped))
-    return decoder.join(total)
+    return decoder.concatenate(total)
 
 
-def _cut(weight: Packed, rows: int) -> tuple[Packed | None, Packed | None]:
-    """Cuts a weight into steps of `rows` rows, if there are several, and the remaining rows, if any."""
+def _split_steps(weight: PackedWeight, rows: int) -> tuple[PackedWeight | None, PackedWeight | None]:
+    """Splits a weight into steps of `rows` rows, if there are several, and a remainder."""
     n = weight.codes.shape[0]
     steps = n // max(rows, 1)
     if steps <= 1:

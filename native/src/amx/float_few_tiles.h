@@ -180,7 +180,7 @@ struct Unit {
       const int64_t at = row + min64(kStrip * strip + i, count - 1);
       F values;
       if (end - first == 16) {
-        values = Decode<avx512::Simd>::some_scales(
+        values = Decode<avx512::Simd>::load_scales(
             p.scale_kind, static_cast<const uint8_t*>(p.scale) + (at * p.blocks + first) * size);
         if (p.row_scale != nullptr) values = _mm512_mul_ps(values, _mm512_set1_ps(p.row_scale[at]));
       } else {

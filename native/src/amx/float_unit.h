@@ -73,7 +73,7 @@ struct Unit {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kRows; ++i) {
       const int64_t row = min64(first + i, last);
-      out[i] = Decode<avx512::Simd>::some_scales(
+      out[i] = Decode<avx512::Simd>::load_scales(
           kKind, static_cast<const uint8_t*>(p.scale) + (row * p.blocks + block) * width);
       if (p.row_scale != nullptr) out[i] = _mm512_mul_ps(out[i], _mm512_set1_ps(p.row_scale[row]));
       out[i] = _mm512_maskz_mov_ps(some, out[i]);
@@ -114,7 +114,7 @@ struct Unit {
     const int64_t width = scale_bytes(p.scale_kind);
     F values;
     if (at + kRows <= all_scales) {
-      values = Decode<avx512::Simd>::some_scales(p.scale_kind, static_cast<const uint8_t*>(p.scale) + at * width);
+      values = Decode<avx512::Simd>::load_scales(p.scale_kind, static_cast<const uint8_t*>(p.scale) + at * width);
       if (p.row_scale != nullptr) values = _mm512_mul_ps(values, _mm512_loadu_ps(p.row_scale + at));
     } else {
       float all[16] = {0};

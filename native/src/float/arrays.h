@@ -1,4 +1,4 @@
-// Elements of `x` and `y`, of whatever type.
+// Loads of `x` and stores of `y`, in float32, bfloat16 or float16.
 #pragma once
 
 #include "float/layout.h"

@@ -1,4 +1,4 @@
-// Rows of the weight as floats: the order of decoding, scales, and segments of codes.
+// Decodes rows of the weight to floats: the order of decoding, scales, and segments of codes.
 #pragma once
 
 #include "float/layout.h"
@@ -13,7 +13,7 @@ struct Decode {
   static constexpr int L = V::L;
   static constexpr int kHalves = 16 / L;  // vectors of bytes in a segment
 
-  // Whether scales and zero points of a plane are applied to decoded values, not to the table.
+  // Whether scales and zero points apply to decoded values, and not to the table.
   static constexpr bool after_lookup(Mode mode) {
     return per_plane(mode) > 1 || (mode == kUniform && !V::kScalesTables);
   }
@@ -24,7 +24,7 @@ struct Decode {
   // Order
   //
 
-  // The byte of a segment, and its plane, that position `i` of the order of decoding holds.
+  // Finds the byte of a segment, and the plane, of the code at position `i` in the order of decoding.
   EQQ_INLINE void position(int bits, int64_t i, int64_t* byte, int64_t* plane) {
     if (bits == 8) {
       *byte = i;
@@ -37,7 +37,7 @@ struct Decode {
     *byte = 4 * L * h + 4 * lane + c;
   }
 
-  // The logical position of a code of segment `segment`, or -1 if it is padding.
+  // Returns the logical position of code `i` of a segment in the order of decoding, or -1 for padding.
   EQQ_INLINE int64_t logical(const Problem& p, const Shape& s, int64_t segment, int64_t i) {
     int64_t byte, plane;
     position(p.bits, i, &byte, &plane);
@@ -72,24 +72,24 @@ struct Decode {
   // Scales
   //
 
-  // The scales of blocks `first` to `last` of a row.
+  // Decodes the scales of blocks `first` to `last` of a row.
   static void decode_scales(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
     const int64_t count = last - first, at = row * p.blocks + first;
     const F factor = V::broadcast(p.row_scale ? p.row_scale[row] : 1.0f);
     const int64_t size = scale_bytes(p.scale_kind);
     const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + at * size;
     int64_t i = 0;
-    for (; i + L <= count; i += L) V::store(out + i, V::mul(some_scales(p.scale_kind, bits + i * size), factor));
+    for (; i + L <= count; i += L) V::store(out + i, V::mul(load_scales(p.scale_kind, bits + i * size), factor));
     if (i < count) {
       uint8_t rest[4 * L] = {0};
       float values[L];
       memcpy(rest, bits + i * size, (count - i) * size);
-      V::store(values, V::mul(some_scales(p.scale_kind, rest), factor));
+      V::store(values, V::mul(load_scales(p.scale_kind, rest), factor));
       memcpy(out + i, values, (count - i) * 4);
     }
   }
 
-  EQQ_INLINE F some_scales(int kind, const uint8_t* bits) {
+  EQQ_INLINE F load_scales(int kind, const uint8_t* bits) {
     switch (kind) {
       case kScaleFloat16: return V::f16(bits);
       case kScaleBFloat16: return V::bf16(bits);
@@ -101,7 +101,7 @@ struct Decode {
     }
   }
 
-  // Repeats each of `count` values, of blocks of `ratio` grains, from grain `skip` of the first on, to `grains` values.
+  // Repeats the value of each block for its `ratio` grains, from grain `skip` of the first block on: `grains` values.
   static void expand(const float* blocks, int64_t ratio, int64_t skip, int64_t grains, float* out) {
     for (int64_t g = 0; g < grains; ++blocks) {
       const int64_t end = min64(g + ratio - skip, grains);
@@ -110,13 +110,13 @@ struct Decode {
     }
   }
 
-  // The scales and zero points of segments `first` to `last` of a row, as their mode wants them, in `scratch`.
+  // Pointers to the scales and zero points of some segments of a row, laid out for their mode.
   struct RowScales {
     const float* scale;
     const float* zero;
   };
 
-  // How many floats `row_scales` needs for `segments`.
+  // The number of floats that `row_scales` needs for one kind.
   static int64_t scale_room(const Problem& p, const Shape& s, int64_t segments) {
     const int64_t codes = segments * s.codes;
     const int64_t blocks = div_up(codes, p.block_size) + 2, grains = s.mode == kAnyBlock ? 0 : codes / s.grain;
@@ -132,7 +132,7 @@ struct Decode {
     return r;
   }
 
-  // The scales of the whole segments among the next few that are decoded at a time.
+  // The scales of the whole segments among the next `scale_segments`.
   EQQ_INLINE RowScales whole_scales(const Problem& p, const Shape& s, int64_t row, int64_t first, float* scratch) {
     const int64_t last = min64(first + scale_segments(s), s.whole);
     if (first >= last) return {scratch, scratch};
@@ -149,7 +149,7 @@ struct Decode {
     const int64_t from = first * s.codes, to = min64(last * s.codes, p.k);
     const int64_t block = from / p.block_size, end = div_up(to, p.block_size);
     if (s.mode == kAnyBlock || (last - 1 >= s.whole && last - first == 1)) {
-      fetch<kZeros>(p, row, block, end, scratch);  // found by index; in the tail always
+      fetch<kZeros>(p, row, block, end, scratch);  // codes find them by index, as always in the tail
       return scratch;
     }
     const int64_t ratio = p.block_size / s.grain;
@@ -177,7 +177,7 @@ struct Decode {
   // Decoding
   //
 
-  // Codes of eight bits, in their logical order.
+  // Decodes a vector of codes of eight bits, which are in logical order.
   template <int kValues>
   EQQ_INLINE F decode_bytes(const uint8_t* p, const float* table, F offset) {
     if (V::kLooksUpBytes) return V::bytes256(p, table);
@@ -187,7 +187,7 @@ struct Decode {
     return V::bytes256(p, table);
   }
 
-  // All codes of a segment.
+  // Decodes a segment of codes of eight bits.
   template <int kValues>
   EQQ_INLINE void decode_all_bytes(const uint8_t* p, const float* table, F offset, F* out) {
     if constexpr (V::kTablesOfBytes && kValues != kValueInteger) {
@@ -198,8 +198,8 @@ struct Decode {
     }
   }
 
-  // The vectors of a segment in the order of decoding, unrolled: `f(constant, vector)`. Without `kScaled` they are
-  // table entries less the zero point, and the caller scales them.
+  // Decodes a segment to `out`, in the order of decoding. With `kOneScale`, codes of eight bits are neither scaled nor
+  // shifted; the scale of others is in the table.
   template <int kBits, int kValues, Mode kMode, bool kZero, bool kMask>
   EQQ_INLINE void decode_segment(const uint8_t* bytes, const float* table256, const Table& table, const float* scale,
                                  const float* zero, const int32_t* index, const int32_t* mask, float* out) {
@@ -213,7 +213,7 @@ struct Decode {
         if (kMode == kAnyBlock) {
           if (kZero) w = V::sub(w, V::gather(zero, index + v * L));
           w = V::mul(w, V::gather(scale, index + v * L));
-        } else if (kMode != kOneScale) {  // which the caller does
+        } else if (kMode != kOneScale) {  // with one scale, the caller scales
           const int at = v * L * per_plane(kMode) / 64;
           if (kZero) w = V::sub(w, V::broadcast(zero[at]));
           w = V::mul(w, V::broadcast(scale[at]));
@@ -272,7 +272,7 @@ struct Decode {
   }
 
   // Decodes segments `first` to `last` of a row to floats. `r` has the scales of its segments from `origin` on; scales
-  // of a short last segment are decoded to `scratch`.
+  // of a partial last segment are decoded to `scratch`.
   template <int kBits, int kValues, bool kZero>
   static void decode_row(const Problem& p, const Shape& s, const void* shared, int64_t row, int64_t first, int64_t last,
                          RowScales r, int64_t origin, float* scratch, float* out) {
@@ -315,7 +315,7 @@ struct Decode {
     for (int64_t i = real; i < s.tail; ++i) out[i] = 0.0f;
   }
 
-  // Decodes the last segment, which is cut short.
+  // Decodes a partial last segment.
   template <int kBits, int kValues, bool kZero>
   static void decode_tail(const Problem& p, const Shape& s, const void* shared, int64_t row, float* scratch,
                           float* out) {
@@ -329,13 +329,13 @@ struct Decode {
                                                            common.index + at, common.mask + at, out);
   }
 
-  // A sum of codes, scaled. An infinite scale makes NaN of codes of zero, which a sum does not show.
+  // Scales a sum of codes. An infinite scale makes NaN of a code of zero, even if the sum is not zero.
   EQQ_INLINE float scaled(float sum, float scale) { return sum * scale + 0.0f * scale; }
 
   using DecodeRow = void (*)(const Problem&, const Shape&, const void*, int64_t, int64_t, int64_t, RowScales, int64_t,
                              float*, float*);
 
-  // Instantiates a template for the codes of a problem: `choose(CodeKind<bits, values>())`.
+  // Instantiates a template for the codes of a problem: calls `choose(CodeKind<bits, values>())`.
   template <int bits, int values>
   struct CodeKind {
     static constexpr int kBits = bits, kValues = values;

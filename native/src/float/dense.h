@@ -1,4 +1,4 @@
-// Decoding to a dense weight: rows are decoded to the cache as for a product, and brought to their logical order there.
+// Decoding to a dense weight: rows are decoded to the cache as for a product, and permuted to logical order there.
 #pragma once
 
 #include "float/prepare.h"
@@ -17,7 +17,7 @@ struct Dense {
     const Problem& p = *problem;
     const Shape s = D::shape_of(p);
     const int64_t rows = p.batch * p.n, most = max64(1, (int64_t(1) << 17) / p.k);
-    out->detail[0] = min64(most, div_up(rows, 4 * threads));  // rows of a unit
+    out->detail[0] = min64(most, div_up(rows, 4 * threads));  // rows in a unit
     out->shared_bytes = D::shared_header(s);
     out->own_bytes = aligned(4 * (2 * 2 * D::scale_room(p, s, scale_segments(s)) + 2 * kChunk + s.codes));
     out->parts = 1;
@@ -37,7 +37,7 @@ struct Dense {
     float* scales = static_cast<float*>(own);
     float* decoded = scales + 2 * room;
     float* ordered = decoded + kChunk;
-    int32_t* order = reinterpret_cast<int32_t*>(ordered + kChunk);  // of the last segment, if it is cut short
+    int32_t* order = reinterpret_cast<int32_t*>(ordered + kChunk);  // the logical positions of a partial last segment
     if (s.whole < s.segments)
       for (int64_t i = 0; i < s.codes; ++i) order[i] = static_cast<int32_t>(D::logical(p, s, s.whole, i));
     const DecodeRow decode = D::row_decoder(p);
@@ -72,7 +72,7 @@ struct Dense {
     }
   }
 
-  // Bytes of a segment in the order in which `bytes` has them in its lanes, back to the order in memory.
+  // Permutes decoded codes from the order of decoding to the order of their bytes.
   EQQ_INLINE void interleave(const float* from, float* to) {
     for (int j = 0; j < L; ++j)
       for (int c = 0; c < 4; ++c) to[4 * j + c] = from[c * L + j];
@@ -83,7 +83,7 @@ struct Dense {
       const float limit = p.x_type == kFloat16  ? 65504.0f
                         : p.x_type == kBFloat16 ? 3.3895313892515355e38f
                                                 : 3.4028234663852886e38f;
-      for (int64_t i = 0; i < count; ++i) {  // NaN stays
+      for (int64_t i = 0; i < count; ++i) {  // keeps NaN
         const float v = values[i], below = v > limit ? limit : v;
         values[i] = below < -limit ? -limit : below;
       }

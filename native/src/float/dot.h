@@ -1,4 +1,4 @@
-// One row of `x`, or a few: decoding and multiplying at once, nothing is written.
+// One row of `x`, or a few: codes are decoded and multiplied in registers.
 #pragma once
 
 #include "float/arrays.h"
@@ -18,8 +18,7 @@ struct Dot {
   static constexpr int L = V::L;
   static constexpr int kRows = V::kDotRows;
 
-  // The products of `kRows` rows of whole segments `first` to `last`, added to `sums`. `scale[r]` are the scales of
-  // these rows.
+  // Adds to `sums` the products of `kRows` rows, over `segments` whole segments. `scales[r]` belong to row `r`.
   template <int kBits, int kValues, Mode kMode, bool kZero, int kRows>
   static void dot(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t step, int64_t segments,
                   const float* values, const float* x, F* sums) {
@@ -140,16 +139,16 @@ struct Dot {
     }
   }
 
-  // What groups of rows have in common: divisions that are too slow to repeat for each.
+  // Numbers that all groups of rows share: their divisions are too slow to repeat for each group.
   struct Group {
     int64_t chunk, room, step;
-    int64_t ahead;  // bytes to the prefetched part: the same one of a later group
-    bool direct;    // the loop can read scales where they are
-    bool together;  // once scales are floats, and the scales of the next row follow
+    int64_t ahead;  // bytes from codes to the prefetched codes of a later group
+    bool direct;    // whether the loop reads scales as they are stored
+    bool together;  // whether the scales of a group are contiguous, and decoded at once
   };
 
-  // Rows `row` on in whole groups, whose scales are decoded together: how many of `count` these are. Not the last of
-  // all codes, where these end within a segment.
+  // Multiplies rows from `row` on in whole groups, whose scales are decoded together. Returns how many of `count` these
+  // are. Leaves out the last rows of all, behind whose partial segment there is nothing to read.
   template <int kBits, int kValues, bool kZero, int kM>
   static __attribute__((noinline)) int64_t short_rows(const Problem& p, const Shape& s, const void* shared,
                                                       const float* x, int64_t x_row, int64_t row, int64_t count,
@@ -173,7 +172,7 @@ struct Dot {
                                                                 x, x_row, sums);
       if (s.whole < s.segments) {
         for (int i = 0; i < kRows; ++i) bytes[i] += s.whole * kSegment;
-        if (!Dots<V>::can_read_on(p, bytes[kRows - 1])) break;
+        if (!Dots<V>::can_overread(p, bytes[kRows - 1])) break;
         Dots<V>::template dots<kBits, kValues, kOneScale, kZero, kM, true>(
             bytes, 0, scales, 0, 1, values, D::open_shared(s, shared).mask, x + s.whole * s.codes, x_row, sums);
       }
@@ -186,7 +185,7 @@ struct Dot {
     return r;
   }
 
-  // The last segment of rows `row` to `row + count`, which is cut short, where each row has one scale.
+  // Multiplies the partial last segment of rows `row` to `row + count`, where each row has one scale.
   template <int kBits, int kValues, bool kZero, int kM>
   static __attribute__((noinline)) void dots_of_tail(const Problem& p, const Shape& s, const void* shared, int64_t row,
                                                      int64_t count, const RowScales* scales, const float* x,
@@ -196,7 +195,7 @@ struct Dot {
     const uint8_t* bytes[kRows];
     for (int r = 0; r < kRows; ++r) {
       bytes[r] = p.codes + (row + min64(r, count - 1)) * p.words + s.whole * kSegment;
-      if (Dots<V>::can_read_on(p, bytes[r])) continue;
+      if (Dots<V>::can_overread(p, bytes[r])) continue;
       memset(padded[r], 0, kSegment);
       memcpy(padded[r], bytes[r], s.tail_bytes);
       bytes[r] = padded[r];
@@ -206,7 +205,8 @@ struct Dot {
                                                                        common.mask, x, x_row, sums);
   }
 
-  // Rows `row` to `row + count` of the weight, at most `kDotRows` (rows of all batches in one count), and `kM` of x.
+  // Multiplies rows `row` to `row + count` of the weight, at most `kDotRows`, by `kM` rows of x. Rows of all batches
+  // are counted together.
   template <int kBits, int kValues, bool kZero, int kM>
   EQQ_INLINE void dot_group(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t x_row,
                             int64_t row, int64_t count, const Group& g, float* own, float* results) {
@@ -220,7 +220,7 @@ struct Dot {
     if (g.together && !g.direct) D::decode_scales(p, row, 0, count * p.blocks, own);
     const auto set_scales = [&](int64_t first, int64_t last) {
       for (int r = 0; r < kRows; ++r) {
-        const int64_t within = min64(r, count - 1), at = row + within;  // past the end the last row again
+        const int64_t within = min64(r, count - 1), at = row + within;  // past the end, repeats the last row
         if (g.together) {
           scales[r].scale = scales[r].zero = floats + within * p.blocks + first * g.step;
         } else {
@@ -246,7 +246,7 @@ struct Dot {
     }
     if (s.segments > s.whole && s.mode == kOneScale) {
       if (s.whole == 0) set_scales(0, 1);
-      F rest[kM * kRows];  // not added to `sums` there: whose address is known, a compiler keeps in memory
+      F rest[kM * kRows];  // apart from `sums`: passing their address would keep them in memory
       dots_of_tail<kBits, kValues, kZero, kM>(p, s, shared, row, count, scales, x + s.whole * s.codes, x_row, rest);
       for (int r = 0; r < kM * kRows; ++r) sums[r] = V::add(sums[r], rest[r]);
     }

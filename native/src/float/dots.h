@@ -1,5 +1,5 @@
-// Products with few rows of x that decode codes in registers: no decoded row is written, since reading it again would
-// take as long as decoding it.
+// Products with few rows of x that decode codes in registers: reading a decoded row from memory would take as long as
+// decoding it.
 #pragma once
 
 #include "float/decode.h"
@@ -14,10 +14,10 @@ struct Dots {
   using Table = typename V::Table;
   using RowScales = typename D::RowScales;
   static constexpr int L = V::L, kHalves = D::kHalves, kRows = V::kDotRows;
-  static constexpr int kMost = V::kFewGroup < 4 ? 2 : 4;  // rows of x, for whose sums there are registers
+  static constexpr int kMost = V::kFewGroup < 4 ? 2 : 4;  // the most rows of x whose sums fit in registers
 
-  // Four vectors of a plane of a segment, from its bytes `4 L h` on. `scale` and `zero` belong to the segment. The
-  // caller applies one scale of a whole plane, unless `kScaled`.
+  // Decodes four vectors of a plane of a segment, from its bytes `4 L h` on. `scale` and `zero` belong to the segment.
+  // Unless `kScaled`, the caller applies the scale, if a plane has one.
   template <int kBits, int kValues, Mode kMode, bool kZero, bool kScaled, int kPlaneIndex>
   EQQ_INLINE void four(const uint8_t* bytes, int h, const float* values, const Table& table, const float* scale,
                        const float* zero, F* w) {
@@ -61,8 +61,8 @@ struct Dots {
     }
   }
 
-  // Whether a whole segment can be read here, although a row ends before: codes of the weight follow.
-  EQQ_INLINE bool can_read_on(const Problem& p, const uint8_t* bytes) {
+  // Whether a whole segment can be read at `bytes`, past the end of a row: other codes of the weight follow.
+  EQQ_INLINE bool can_overread(const Problem& p, const uint8_t* bytes) {
     const int64_t rows = (p.selected != nullptr ? p.stack : p.batch) * p.n;
     return bytes + kSegment <= p.codes + (rows - 1) * p.words + packed_bytes(p.k, p.bits);
   }
@@ -71,13 +71,13 @@ struct Dots {
   // x times the weight: lanes run along k
   //
 
-  // Up to how many rows of x, which are decoded for anew in each group. Gathering takes too long for that.
+  // The most rows of x. Each group of them decodes the weight anew, for which gathers take too long.
   static int64_t most(const Problem& p) {
     return p.bits == 8 && p.values == kValueTable && !V::kTablesOfBytes ? min64(kMost, V::kDirectRows) : V::kDirectRows;
   }
 
-  // Products of `kRows` rows of the weight and `kM` of x, added to `sums`, sums of a row of x side by side. The caller
-  // applies a scale of a whole row. With `kMask`, of codes that are no padding.
+  // Adds the products of `kRows` rows of the weight and `kM` rows of x to `sums`, where the sums of a row of x are
+  // contiguous. The caller applies per-channel scales. `kMask` masks padding.
   template <int kBits, int kValues, Mode kMode, bool kZero, int kM, bool kMask>
   static __attribute__((noinline)) void dots(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales,
                                              int64_t step, int64_t segments, const float* values, const int32_t* mask,

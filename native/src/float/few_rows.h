@@ -1,4 +1,4 @@
-// A few rows of `x`: rows of the weight are decoded to L1, and multiplied with lanes along `k`.
+// A few rows of `x`: decodes rows of the weight to L1, and multiplies with lanes along `k`.
 #pragma once
 
 #include "float/arrays.h"
@@ -41,9 +41,9 @@ struct FewRows {
       for (int m = 0; m < kM; ++m) V::store(sums + (r * kM + m) * L, acc[r][m]);
   }
 
-  // Some whole segments of `kFewTile` rows of the weight, and the next ones.
+  // Whole segments of `kFewTile` rows of the weight to multiply, and the segment to decode after them.
   struct FewStep {
-    const uint8_t *bytes, *next, *ahead;  // current codes, codes to decode last, and codes to prefetch
+    const uint8_t *bytes, *next, *ahead;  // codes of this step, codes that follow it, and codes to prefetch
     const float *scale, *next_scale;
     float *decoded, *next_decoded;  // segment `i` lies at place `(start + i) & mask`
     int64_t start, mask, segments;
@@ -51,7 +51,7 @@ struct FewRows {
   };
 
   // Decodes the next segment, one row at a time, while it multiplies this one: permutes and FMAs use different ports.
-  // The first segment is decoded already; the last is followed by the first of the next rows.
+  // The first segment is decoded before; the last decodes the first segment of the next step.
   template <int kBits, int kValues, Mode kMode, int kM>
   static void few_fused(const FewStep& f, const float* values, const float* x, int64_t x_row, float* sums) {
     constexpr int kRows = V::kFewTile, kCodes = kSegment * (8 / kBits), kSteps = kCodes / L / kRows;
@@ -99,20 +99,20 @@ struct FewRows {
 
   using FewFused = void (*)(const FewStep&, const float*, const float*, int64_t, float*);
 
-  // How many rows of `x` are multiplied at a time. All groups are about equally large.
+  // Returns how many rows of `x` are multiplied at a time, in groups of about equal size.
   EQQ_INLINE int64_t few_group(const Problem& p, const Shape& s) {
     const bool fused = p.m > V::kFewGroup && fused_kernel(p, s, p.m) != nullptr;
     return div_up(p.m, div_up(p.m, fused ? V::kFusedGroup : V::kFewGroup));
   }
 
-  // For up to `m` rows of `x`; null if there is none.
+  // Returns the fused kernel for up to `m` rows of `x`, or null.
   static FewFused fused_kernel(const Problem& p, const Shape& s, int64_t m) {
     if constexpr (V::kFusesFew) {
       if (p.zero_point != nullptr) return nullptr;
       if (p.bits == 4) return fused_of_mode<4, 0>(s, m);
       if (p.bits == 8 && V::kTablesOfBytes && !(s.mode == kOneScale && s.whole < s.segments)) {
         if (p.values == kValueTable) return fused_of_mode<8, kValueTable>(s, m);
-        if (p.values != kValueInteger) return fused_of_mode<8, kValueE4M3>(s, m);  // tables differ, the code does not
+        if (p.values != kValueInteger) return fused_of_mode<8, kValueE4M3>(s, m);  // all tables of bytes decode alike
       }
     }
     return nullptr;
@@ -142,7 +142,7 @@ struct FewRows {
         m, [](auto count) -> FewMicro { return few_micro<V::kFewTile, decltype(count)::value>; });
   }
 
-  // The operands of a unit, and where they are.
+  // The operands and the scratch memory of a unit.
   struct Unit {
     const Problem& p;
     const Shape& s;
@@ -156,9 +156,9 @@ struct FewRows {
     int64_t grains;  // scales of a segment
     DecodeRow decode;
     FewFused fused;
-    bool as_stored;    // whether scales are read as they are stored: side by side, one for each grain
-    bool direct;       // and are floats already
-    bool scales_sums;  // with one scale, sums are scaled, not their terms
+    bool as_stored;    // whether stored scales are contiguous, one for each grain
+    bool direct;       // whether they are floats, too
+    bool scales_sums;  // whether the one scale of a row multiplies the sum, not the codes
     float *decoded, *other, *scales, *sums;
     float one = 1;
 
@@ -178,7 +178,7 @@ struct FewRows {
     }
   };
 
-  // The scales of rows `row0` to `row0 + some` from a segment on.
+  // Finds the scales of rows `row0` to `row0 + some`, from a segment on.
   EQQ_INLINE void find_scales(const Unit& u, int64_t row0, int64_t some, int64_t segment, RowScales* scale) {
     const Problem& p = u.p;
     float* to = u.scales + u.room;
@@ -196,7 +196,7 @@ struct FewRows {
     }
   }
 
-  // Scales of the next block of rows, which are fetched while this one is multiplied.
+  // The scales of the next block of rows, to prefetch while this one is multiplied.
   struct Ahead {
     const char *at, *end;
     int64_t share;  // bytes for each tile
@@ -213,17 +213,18 @@ struct FewRows {
     }
   };
 
-  // Some segments of the rows of a block.
+  // Segments `segment` to `end` of the `some` rows of a block.
   struct Span {
     int64_t segment, end;
-    int64_t origin;  // the segment that `scale` begins with
-    int64_t offset;  // scales before `segment`
+    int64_t origin;  // the first segment that `scale` holds
+    int64_t offset;  // the scales from `origin` to `segment`
     bool continues;  // whether the next segments are whole, and have their scales already
     int64_t row0, some;
     const RowScales* scale;
   };
 
-  // Whole segments of a tile, while the next ones are decoded. `ready`: the first segment is decoded.
+  // Multiplies whole segments of a tile, and decodes the next ones meanwhile. `ready`: whether the first is decoded.
+  // Returns whether the first segment of the next call is.
   EQQ_INLINE bool multiply_fused(Unit& u, FewStep& f, const Span& a, int64_t r, bool ready, const float* xs,
                                  float* tile_sums) {
     constexpr int kRows = V::kFewTile;
@@ -264,7 +265,7 @@ struct FewRows {
     return ready;
   }
 
-  // Segments of a tile of `rows` rows, decoded a piece at a time and then multiplied.
+  // Multiplies segments of a tile of `rows` rows: decodes a piece, then multiplies it.
   EQQ_INLINE void multiply_pieces(const Unit& u, const Span& a, int64_t r, int64_t rows, const float* xs,
                                   float* tile_sums) {
     constexpr int kRows = V::kFewTile;
@@ -285,7 +286,7 @@ struct FewRows {
     }
   }
 
-  // Adds the sums of a tile of `rows` rows up, and writes them from `base` on. `factors`: their scales.
+  // Reduces the sums of a tile of `rows` rows, scales them by `factors`, and writes them from `base` on.
   EQQ_INLINE void write_sums(const Unit& u, int64_t base, int64_t rows, const float* tile_sums, const float* factors) {
     constexpr int kRows = V::kFewTile;
     const Problem& p = u.p;
@@ -309,8 +310,7 @@ struct FewRows {
     }
   }
 
-  // Rows `first` to `first + count` of a batch, some of them together, so that a piece of `x` stays in the nearest
-  // cache for them.
+  // Multiplies rows `first` to `first + count` of a batch, in blocks for which a piece of `x` stays in L1.
   static void run(const Problem& p, const Shape& s, const FloatDetail& d, const void* shared, const float* x,
                   int64_t batch, int64_t first, int64_t count, char* own) {
     constexpr int kRows = V::kFewTile;
@@ -321,7 +321,7 @@ struct FewRows {
     f.room = u.scales_sums ? 0 : u.as_stored ? p.blocks : u.room;
     f.step = u.grains;
     f.start = 0;
-    f.mask = u.group >= p.m ? 1 : -1;  // of one group only two segments are kept
+    f.mask = u.group >= p.m ? 1 : -1;  // with one group, only two decoded segments are kept
     for (int64_t block = 0; block < count; block += kFewBlock) {
       const int64_t some = min64(kFewBlock, count - block), row0 = u.weight + first + block;
       memset(u.sums, 0, 4 * div_up(some, kRows) * u.size);

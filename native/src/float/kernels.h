@@ -1,4 +1,4 @@
-// The product of floats: which method takes a problem, and how it is divided.
+// The product of floats: chooses the method, and divides the work into units.
 #pragma once
 
 #include "float/dense.h"
@@ -17,18 +17,18 @@ struct Kernels {
 
   static int64_t method(const Problem& p, const Shape& s, bool fused) {
     if (p.transpose) return Mix<V>::accepts(p, s) ? kMix : kTransposed;
-    // What decodes while it multiplies more rows is faster from the fourth on, but slow at a segment that is cut short.
+    // `kFew` decodes while it multiplies. It is faster from the fourth row on, but slow with a partial last segment.
     const int64_t dots = fused && s.whole >= 4 * (s.segments - s.whole) ? min64(3, V::kDirectRows) : Dots<V>::most(p);
     if (p.m <= (s.mode == kAnyBlock ? 1 : dots)) return kDot;
     return p.m <= (fused ? V::kFusedRows : V::kFewRows) ? kFew : kPanels;
   }
 
-  // Units of the weight: multiples of `grain` rows (or segments), up to `most`.
+  // The rows (or segments) of a unit of the weight: a multiple of `grain`, at most `most`.
   struct Bounds {
     int64_t grain, most;
   };
 
-  // How `x` is packed, and how much of the weight a unit has.
+  // Plans the packing of `x`; returns the bounds of a unit of the weight.
   static Bounds plan_x(const Problem& p, const Shape& s, FloatDetail* d) {
     d->row_blocks = 1;
     d->m_padded = p.m;
@@ -51,9 +51,9 @@ struct Kernels {
     }
   }
 
-  // Where everything is in the memory of a thread; returns its bytes.
+  // Plans the scratch memory of a thread; returns its bytes.
   static int64_t plan_memory(const Problem& p, const Shape& s, bool fused, FloatDetail* d) {
-    const int64_t room = 2 * D::scale_room(p, s, scale_segments(s)), scale_bytes = aligned(4 * room);  // of one row
+    const int64_t room = 2 * D::scale_room(p, s, scale_segments(s)), scale_bytes = aligned(4 * room);  // per row
     switch (d->method) {
       case kDot: {
         const int64_t own = aligned(4 * (V::kDotRows * room + s.codes));
@@ -89,10 +89,10 @@ struct Kernels {
     FloatDetail d = {};
     d.method = method(p, s, fused);
     const Bounds bounds = plan_x(p, s, &d);
-    const int64_t wanted = 4 * threads;  // units, so that threads end at about the same time
+    const int64_t wanted = 4 * threads;  // enough units that threads end at about the same time
     const int64_t outer = p.transpose ? s.segments : p.n;
     int64_t rows = div_up(outer * p.batch * d.row_blocks, max64(wanted, 1));
-    // A unit is at least so large that handing it to a thread costs little.
+    // A unit is large enough that handing it to a thread costs little.
     const int64_t cost = p.m * (p.transpose ? p.n * s.codes : p.k);
     rows = max64(rows, (int64_t(1) << 17) / max64(cost, 1));
     d.rows = max64(min64(round_up(min64(rows, outer), bounds.grain), bounds.most), bounds.grain);
@@ -103,7 +103,7 @@ struct Kernels {
     out->own_bytes = max64(own, 64);
     out->parts = p.batch * d.x_parts;
     out->units = p.batch * d.row_blocks * d.chunks;
-    // So few rows at a time that packed `x` stays in the cache, yet units for all threads.
+    // Few rows at a time, so that packed `x` stays in the cache, but enough units for all threads.
     if (d.method == kPanels) out->rows = kRowBlock * div_up(wanted, p.batch * div_up(p.n, bounds.most));
     set_detail(d, out);
   }

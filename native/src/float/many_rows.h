@@ -1,4 +1,4 @@
-// Many rows of `x`: rows of the weight are decoded to L2, and multiplied in tiles with lanes along the rows of `x`.
+// Many rows of `x`: decodes rows of the weight to L2, and multiplies tiles with lanes along the rows of `x`.
 #pragma once
 
 #include "float/arrays.h"

@@ -1,5 +1,5 @@
 // Transposed products with few rows of `x`: codes are decoded and multiplied in registers, with lanes along the
-// results. `x` is scaled instead of codes.
+// results. Scales multiply `x` instead of codes.
 #pragma once
 
 #include "float/dots.h"
@@ -16,23 +16,23 @@ struct Mix {
   static constexpr int L = V::L;
   static constexpr int kHalves = D::kHalves, kMost = Dots<V>::kMost;
 
-  // With short rows, such as in a cache of keys and values, decoding ahead would take longest.
+  // With short rows, as in a KV cache, decoding to memory first would take longest.
   static bool accepts(const Problem& p, const Shape& s) {
     return p.m <= (s.segments <= 4 ? 4 : 1) * V::kMixedRows && s.mode != kAnyBlock &&
            (s.whole == s.segments || s.mode == kOneScale);
   }
 
-  // A segment of some rows of the weight.
+  // A segment of each of `count` rows of the weight.
   struct Rows {
     const uint8_t* bytes;
     int64_t words, count;
-    const float *scale, *zero;  // of the segment, `room` floats from row to row
+    const float *scale, *zero;  // scales and zero points of the segment, `room` floats from row to row
     int64_t room;
-    const float* factor;  // one scale of a plane: all rows side by side, `step` from plane to plane
+    const float* factor;  // the scales of a plane for all rows, contiguous; `step` from plane to plane
     int64_t step;
   };
 
-  // Adds to `sums` the products of `kM` rows of x.
+  // Adds the products with `kM` rows of x to `sums`.
   template <int kBits, int kValues, Mode kMode, bool kZero, int kM>
   static void mix(const Rows& rows, const float* values, const float* x, float* sums, int64_t width) {
     mix_planes<kBits, kValues, kMode, kZero, kM, 0>(rows, values, V::table(values), x, sums, width);
@@ -44,7 +44,7 @@ struct Mix {
     if constexpr (kPlaneIndex < 8 / kBits) {
       float scaled[kM * kRowChunkStride];
       const float* xs = x;
-      if constexpr (per_plane(kMode) == 1) {  // x is scaled instead, once for all codes
+      if constexpr (per_plane(kMode) == 1) {  // scale x once instead of all codes
         const float* factor = rows.factor + (kMode == kOneScale ? 0 : kPlaneIndex) * rows.step;
         for (int m = 0; m < kM; ++m)
           for (int64_t i = 0; i < rows.count; i += L)
@@ -82,7 +82,7 @@ struct Mix {
     }
   }
 
-  // All rows of x, in groups for whose sums there are registers.
+  // Multiplies by all rows of x, in groups whose sums fit in registers.
   template <int kBits, int kValues, Mode kMode, bool kZero>
   static void mix_all(const Rows& rows, const float* values, const float* x, int64_t m, float* sums, int64_t width) {
     for (; m >= Dots<V>::kMost;
@@ -112,12 +112,12 @@ struct Mix {
     }
   }
 
-  // Where scratch memory of a thread has what: bytes.
+  // Offsets into the scratch memory of a thread, in bytes.
   struct Room {
     int64_t rows, scales, factors, tails, sums, all;
 
     Room(const Problem& p, const Shape& s, int64_t count) {
-      rows = 2 * D::scale_room(p, s, count);  // of a row: its scales and its zero points
+      rows = 2 * D::scale_room(p, s, count);  // floats for the scales and zero points of a row
       scales = 0;
       factors = aligned(4 * kRowChunk * rows);
       tails = factors + aligned(4 * kRowChunkStride * (s.mode == kUniform ? count * s.planes : 1));
@@ -126,7 +126,7 @@ struct Mix {
     }
   };
 
-  // Segments `first` to `first + count` of all rows of a batch.
+  // Multiplies segments `first` to `first + count` of all rows of a batch.
   static void run(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t batch, int64_t first,
                   int64_t count, char* own) {
     const Room room(p, s, count);
@@ -137,7 +137,7 @@ struct Mix {
     float* sums = reinterpret_cast<float*>(own + room.sums);
     const int64_t weight = first_row(&p, batch), width = count * s.codes, whole = min64(first + count, s.whole) - first;
     const int64_t grains = s.mode == kOneScale ? 0 : s.codes / s.grain;
-    // Scales of rows that lie side by side can be decoded together.
+    // Scales of all rows are contiguous, and can be decoded together.
     const bool together = p.zero_point == nullptr && p.row_scale == nullptr && count == s.segments &&
                           (s.mode == kOneScale || p.block_size == s.grain);
     memset(factors, 0, room.tails - room.factors);
@@ -165,7 +165,7 @@ struct Mix {
       for (int64_t i = 0; i < count; ++i) {
         rows.bytes = p.codes + row * p.words + (first + i) * kSegment;
         rows.words = p.words;
-        if (i >= whole && !Dots<V>::can_read_on(p, rows.bytes + (some - 1) * p.words)) {
+        if (i >= whole && !Dots<V>::can_overread(p, rows.bytes + (some - 1) * p.words)) {
           for (int64_t r = 0; r < some; ++r) memcpy(tails + r * kSegment, rows.bytes + r * p.words, s.tail_bytes);
           rows.bytes = tails;
           rows.words = kSegment;
@@ -176,7 +176,7 @@ struct Mix {
         rows.zero += grains;
       }
     }
-    Transposed<V>::write_turned(p, s, batch, 0, p.m, first, count, sums, width);
+    Transposed<V>::write_transposed(p, s, batch, 0, p.m, first, count, sums, width);
   }
 };
 

@@ -1,4 +1,4 @@
-// Preparation: tables, and `x` as floats in the order of decoding.
+// Prepares memory that threads share: tables, and `x` as floats in the order of decoding.
 #pragma once
 
 #include "float/arrays.h"
@@ -55,7 +55,7 @@ struct Prepare {
     }
   }
 
-  // A whole segment of one row of `x`, whose floats lie side by side.
+  // Packs a whole segment of one row of `x`, whose elements are contiguous.
   template <int kType>
   EQQ_INLINE void pack_segment(const Problem& p, const Shape& s, int64_t from, float* out) {
     for (int64_t plane = 0; plane < s.planes; ++plane, from += kPlane) {
@@ -115,7 +115,7 @@ struct Prepare {
     }
     int32_t order[512], inverse[512];
     for (const int64_t begin = segment; segment < last; ++segment) {
-      // The same in all segments but the last.
+      // The order is the same in all segments but the last.
       const int64_t codes = segment < s.whole ? s.codes : s.tail;
       if (segment == begin || segment >= s.whole) {
         for (int64_t i = 0; i < codes; ++i) {

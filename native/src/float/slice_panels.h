@@ -1,11 +1,12 @@
-// Panels: 16 rows of x as integers of 16, 24 or 31 bits, whose bytes, slices, are multiplied by bytes of the weight.
+// Panels: 16 rows of x as integers of 16, 24 or 31 bits. Their bytes, called slices, are multiplied by bytes of the
+// weight. This is Ozaki's scheme (https://arxiv.org/abs/2306.11975).
 //
-// The integers are parts of the largest of 1024 numbers of a row. Products of slices are exact, and so are their sums.
-// This is Ozaki's scheme (https://arxiv.org/abs/2306.11975).
+// The integers are multiples of the amax of 1024 numbers of a row, divided by the largest integer. Products of slices
+// are exact, and so are their sums.
 //
-// A number much smaller than the largest keeps few bits. So x is checked while it is packed. Two slices are tried if
-// the problem is coarse, and three otherwise. Where a number stands out of 1024, these have one more; where four are
-// too little for many, or one is not finite, very large or very small, another kernel multiplies the panel.
+// A number much smaller than the amax keeps few bits. So x is checked while it is packed. Packing tries two slices if
+// the problem is coarse, otherwise three, and one more if there are outliers. If four slices are not enough, or a
+// number is not finite, very large or very small, another kernel multiplies the panel.
 #pragma once
 
 #include "float/slices.h"
@@ -15,22 +16,22 @@ namespace {
 using F = __m512;
 using I = __m512i;
 
-constexpr int64_t kRows = 16;    // of a panel
-constexpr int64_t kSpan = 1024;  // codes of a row that share the scale of their integers
-constexpr int64_t kShort = 256;  // codes of a row, below which a product of floats has few sums to round
+constexpr int64_t kRows = 16;    // rows of a panel
+constexpr int64_t kSpan = 1024;  // numbers of a row that share the scale of their integers
+constexpr int64_t kShort = 256;  // codes of a short row, whose product of floats has few roundings
 constexpr int kMostSlices = 4;
-constexpr int64_t kUnitPanels = 16;  // in a unit, at most
+constexpr int64_t kUnitPanels = 16;  // the most panels in a unit
 
-constexpr float kRangeOfX = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
+constexpr float kRangeOfX = 0x1p64f;  // ordinary magnitudes are at most this, and at least its reciprocal
 
-// The largest integer of `slices` slices, with room for rounding.
+// The integer for the amax, of `slices` slices, with room for rounding.
 constexpr float largest_of(int64_t slices) { return slices == 2 ? 32600 : slices == 3 ? 8355000 : 2139000000; }
 
-// Integers of less than this keep few bits; of less than the second, hardly any.
+// Smaller integers keep few bits; integers below the second bound hardly any.
 constexpr int few_bits_of(int64_t slices) { return slices == 2 ? 1 << 7 : 1 << 16; }
 constexpr int hardly_any_of(int64_t slices) { return slices == 2 ? 1 << 5 : 1 << 12; }
 
-// Numbers `k` to `k + 15`, of which `real` are, of 16 rows from `at` on: a vector of rows for each number.
+// Loads numbers `k` to `k + 15` (`real` of which exist) of 16 rows from `at` on: a vector of rows for each number.
 void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
   at += k * p.x_column;
   if (p.x_column == 1) {
@@ -52,12 +53,12 @@ void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows,
   }
 }
 
-// The largest magnitudes, sums of squares, and how many numbers are not zero: of lanes. The largest of NaN is NaN.
+// The amax, the sum of squares and the count of nonzeros of each lane. With a NaN, the amax is NaN.
 struct Magnitudes {
   I most = _mm512_setzero_si512(), count = _mm512_setzero_si512();
   F squares = _mm512_setzero_ps();
 
-  EQQ_INLINE void see(Magnitudes& a, F value) {
+  EQQ_INLINE void add(Magnitudes& a, F value) {
     const I magnitude = _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff));
     a.most = _mm512_max_epu32(a.most, magnitude);
     a.squares = _mm512_fmadd_ps(value, value, a.squares);
@@ -65,14 +66,14 @@ struct Magnitudes {
   }
 };
 
-// The same for 16 rows of a chunk.
+// Computes the magnitudes of 16 rows of a span.
 Magnitudes magnitudes_of(const Problem& p, int64_t at, int64_t first, int64_t count, int64_t rows) {
   Magnitudes all;
   if (p.x_column != 1) {
     for (int64_t k = 0; k < count; k += 16) {
       F values[16];
       square(p, at, first + k, min64(16, count - k), rows, values);
-      for (int j = 0; j < 16; ++j) Magnitudes::see(all, values[j]);
+      for (int j = 0; j < 16; ++j) Magnitudes::add(all, values[j]);
     }
     return all;
   }
@@ -84,9 +85,9 @@ Magnitudes magnitudes_of(const Problem& p, int64_t at, int64_t first, int64_t co
     Magnitudes row;
     for (int64_t k = 0; k < count; k += 16) {
       const int64_t from = at + i * p.x_row + first + k;
-      // A row is too short for the processor to see that others follow.
+      // A row is too short for the hardware prefetcher.
       _mm_prefetch(static_cast<const char*>(p.x) + (from + 2 * p.x_row) * item, _MM_HINT_T1);
-      Magnitudes::see(row, load_some(p.x, p.x_type, from, first_few(count - k)));
+      Magnitudes::add(row, load_some(p.x, p.x_type, from, first_few(count - k)));
     }
     most[i] = _mm512_reduce_max_epu32(row.most);
     squares[i] = _mm512_reduce_add_ps(row.squares);
@@ -106,14 +107,14 @@ bool are_ordinary(const Magnitudes& all) {
                   _mm512_cmp_ps_mask(most, _mm512_set1_ps(kRangeOfX), _CMP_LE_OQ));
 }
 
-// Whether the largest is not many times the root of the mean square, of which errors are to be a small part.
+// Whether the amax is not many times the root mean square, to which errors should be small.
 bool are_near(const Magnitudes& all) {
   const F most = _mm512_castsi512_ps(all.most), mean = _mm512_div_ps(all.squares, _mm512_cvtepi32_ps(all.count));
   const __mmask16 some = _mm512_cmp_ps_mask(most, _mm512_setzero_ps(), _CMP_NEQ_UQ);
   return _mm512_mask_cmp_ps_mask(some, most, _mm512_mul_ps(_mm512_sqrt_ps(mean), _mm512_set1_ps(8)), _CMP_NLE_UQ) == 0;
 }
 
-// What numbers `first` to `first + count` of the rows of a panel that begin at element `at` become.
+// Numbers `first` to `first + count` of the rows of a panel, which begins at element `at`.
 struct Span {
   int64_t at, rows, first, count;
   Magnitudes magnitudes;
@@ -123,16 +124,16 @@ struct Span {
         count(min64(kSpan, p.k - first)), magnitudes(magnitudes_of(p, at, first, count, rows)) {}
 };
 
-// Where slices go: the high slices of the first four numbers of all rows, then of the next four, `group` bytes on;
-// lower ones `slice` bytes on.
+// Where to store slices: the high slices of the first four numbers of all rows, the next four `group` bytes later, and
+// lower slices `slice` bytes later.
 struct Slices {
   uint8_t* to;
   int64_t group, slice;
 };
 
-// Packs a span as `kX` slices, and stores the unit of the integers of each row. `where(k)` tells where 16 numbers go.
-// `keep(end, sums)` sees sums of the slices up to number `end`, high ones first; if it returns true, they begin anew.
-// Returns whether `kX` slices are enough.
+// Packs a span as `kX` slices, and stores the scale of the integers of each row. `where(k)` returns where 16 numbers
+// go. `keep(end, sums)` gets the sums of slices up to number `end`, high slices first; if it returns true, sums restart
+// at zero. Returns whether `kX` slices are enough.
 template <int kX, class Where, class Keep>
 bool pack_slices(const Problem& p, const Span& span, float* scale, const Where& where, const Keep& keep) {
   const F most = _mm512_castsi512_ps(span.magnitudes.most), largest = _mm512_set1_ps(largest_of(kX));
@@ -140,7 +141,7 @@ bool pack_slices(const Problem& p, const Span& span, float* scale, const Where& 
   _mm512_store_ps(scale, _mm512_div_ps(most, largest));
   const I ones = _mm512_set1_epi8(1);
   I sums[4] = {}, tiny = {}, tiniest = {}, before = {};
-  __mmask16 lost = 0;  // rows with some numbers side by side of which most keep few bits
+  __mmask16 lost = 0;  // rows that lose precision: most of some consecutive numbers keep few bits
   for (int64_t k = 0; k < round_up(span.count, 64); k += 16) {
     F values[16];
     square(p, span.at, span.first + k, min64(16, span.count - k), span.rows, values);
@@ -179,16 +180,16 @@ bool pack_slices(const Problem& p, const Span& span, float* scale, const Where& 
 #pragma GCC unroll 4
     for (int slice = 0; slice < 4; ++slice) sums[slice] = _mm512_setzero_si512();
   }
-  // A number much smaller than the largest keeps few bits. If many are, or all of a block, a row of the weight may
-  // multiply only such numbers. Of normal numbers a hundredth keeps few bits, and one in 400 hardly any.
+  // If many numbers keep few bits, or all of a block, a row of the weight may multiply only those. Of normally
+  // distributed numbers, one in 100 keeps few bits, and one in 400 hardly any.
   const I count = span.magnitudes.count;
   lost |= _mm512_cmpgt_epi32_mask(tiny, _mm512_srli_epi32(count, kX == 2 ? 4 : 3));
   lost |= _mm512_cmpgt_epi32_mask(tiniest, _mm512_add_epi32(_mm512_srli_epi32(count, 6), _mm512_set1_epi32(4)));
   return lost == 0;
 }
 
-// Packs a span by `pack(Count<slices>)`, which tells whether these are enough. Returns how many are, or 0 if its
-// numbers must not be slices.
+// Packs a span by `pack(Count<slices>)`, which returns whether these are enough. Returns the number of slices, or 0 if
+// the span cannot be sliced.
 template <class Pack>
 int64_t pack_fewest(const Problem& p, const Span& span, bool short_rows, const Pack& pack) {
   if (!are_ordinary(span.magnitudes)) return 0;
@@ -209,7 +210,7 @@ struct Extent {
         panel(unit / d.chunks % d.row_blocks * kUnitPanels), panels(min64(kUnitPanels, d.panels - panel)) {}
 };
 
-// Writes results of 16 rows of the weight and a panel, which lie one row after the other.
+// Writes the results of 16 rows of the weight and a panel, stored row by row.
 void write_results(const Problem& p, int64_t at, int64_t rows, int64_t lanes, const float* results) {
   F square[16];
 #pragma GCC unroll 16
@@ -217,8 +218,8 @@ void write_results(const Problem& p, int64_t at, int64_t rows, int64_t lanes, co
   write_square(p, at, rows, lanes, square);
 }
 
-// A panel times some rows of the weight, as a problem of its own. A single row of x would be multiplied in another way,
-// which makes infinities of NaN: it is multiplied twice, and written to one place.
+// A panel times some rows of the weight, as a problem of its own. The method for a single row of x would turn NaN into
+// infinity: so it is multiplied as two equal rows, which are written to one place.
 Problem part_of(const Problem& p, int64_t batch, int64_t panel, int64_t n, int64_t count) {
   Problem q = p;
   const int64_t row = first_row(&p, batch) + n, item = p.x_type == kFloat32 ? 4 : 2, first = kRows * panel;
@@ -239,21 +240,21 @@ Problem part_of(const Problem& p, int64_t batch, int64_t panel, int64_t n, int64
   return q;
 }
 
-// Bytes that a kernel needs to compute such a part.
+// The bytes that a kernel needs to compute such a part.
 int64_t memory_of(const MatmulKernel& kernel, const Problem& part) {
   Plan plan = {};
   kernel.plan(&part, 1, &plan);
   return round_up(plan.shared_bytes, 64) + plan.own_bytes;
 }
 
-// The same for each part of up to `count` rows of the weight. Units of fewer rows of x are larger, so a last panel may
-// need more.
+// The bytes for any part of up to `count` rows of the weight. Units of fewer rows of x are larger, so the last panel
+// may need more.
 int64_t spare_of(const MatmulKernel& kernel, const Problem& p, int64_t count) {
   return max64(memory_of(kernel, part_of(p, 0, 0, 0, count)),
                memory_of(kernel, part_of(p, 0, div_up(p.m, kRows) - 1, 0, count)));
 }
 
-// Has a kernel compute it.
+// Computes such a part by a kernel.
 void multiply_by(const MatmulKernel& kernel, const Problem& part, char* memory) {
   Plan plan = {};
   kernel.plan(&part, 1, &plan);
@@ -262,9 +263,9 @@ void multiply_by(const MatmulKernel& kernel, const Problem& part, char* memory) 
     kernel.run(&part, &plan, memory, memory + round_up(plan.shared_bytes, 64), i);
 }
 
-// Lets a kernel multiply unusual numbers: all rows of a unit and its panel `j`, or the rows for which `odd(n)` holds.
+// Multiplies unusual numbers by a kernel: all rows of a unit with its panel `j`, or rows for which `odd(n)` holds.
 template <class Odd>
-void multiply_rest(const MatmulKernel& kernel, const Problem& p, const Extent& a, int64_t j, bool ordinary,
+void multiply_unusual(const MatmulKernel& kernel, const Problem& p, const Extent& a, int64_t j, bool ordinary,
                    const Odd& odd, char* memory) {
   if (!ordinary) return multiply_by(kernel, part_of(p, a.batch, a.panel + j, a.first, a.count), memory);
   for (int64_t n = 0; n < a.count; ++n)

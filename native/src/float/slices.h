@@ -1,4 +1,4 @@
-// What kernels share that multiply slices: tables of a weight as integers, and integers of x as slices.
+// Slices: tables of a weight as integers, and integers of `x` as signed bytes.
 #pragma once
 
 #include "core/arrays_avx512.h"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// The power of two that makes a table integers of a byte, or 0.
+// The power of two whose product with the table is integers of a byte, or 0 if there is none.
 EQQ_INLINE int64_t integer_factor(const Problem& p) {
   if (p.bits == 8) return p.values == kValueInteger && p.table[0] >= -255 && p.table[0] <= 0 ? 1 : 0;
   for (int64_t factor = 1; factor <= (p.zero_point == nullptr ? 8 : 1); factor *= 2) {
@@ -29,7 +29,7 @@ EQQ_INLINE int32_t lowest_integer(const Problem& p, int64_t factor) {
   return static_cast<int32_t>(low * static_cast<float>(factor));
 }
 
-// Codes of whatever bits, upper ones ignored, to bytes without a sign.
+// The lookup table from codes, whose upper bits are ignored, to unsigned bytes.
 EQQ_INLINE __m512i integers_table(const Problem& p, int64_t factor) {
   alignas(64) uint8_t table[64];
   const int32_t lowest = lowest_integer(p, factor);
@@ -40,7 +40,7 @@ EQQ_INLINE __m512i integers_table(const Problem& p, int64_t factor) {
   return _mm512_load_si512(table);
 }
 
-// As `bytes_apart`, of integers as slices of a byte with a sign, which a carry makes of bytes without one.
+// As `bytes_apart`, for integers as signed slices: a carry makes signed bytes of unsigned ones.
 EQQ_INLINE __m512i slices_apart(__m512i integers) {
   const __m512i flip = _mm512_set1_epi32(static_cast<int>(0x80808080));
   return bytes_apart(_mm512_xor_si512(_mm512_add_epi32(integers, flip), flip));

@@ -1,11 +1,11 @@
 // Floats times small integers on AVX-512 with VNNI.
 //
-// Numbers of x become integers of 24 bits, whose bytes, slices, are multiplied by the codes of the weight
-// (`slice_panels.h`). Three such products take three quarters of the time of one of floats, and bytes of the weight
-// need no conversion to floats. Sums are exact until a block ends, and are scaled then. So blocks are not very short;
-// few rows of x, whose panels would be mostly empty, transposed products, and other tables are AVX-512's.
+// Numbers of x become integers of 24 bits, whose bytes, called slices, are multiplied by the codes of the weight
+// (`slice_panels.h`). Three such products take less time than one of floats, and codes need no conversion to floats.
+// Sums are exact within a block, and are scaled at its end. AVX-512 kernels multiply very short blocks, few rows of x
+// (panels would be mostly empty), transposed products, and other tables.
 //
-// Codes are unsigned: each is its value less the lowest of all. Sums begin with the correction.
+// Codes are unsigned: values minus the lowest value. Sums start with the correction.
 #include "float/slice_panels.h"
 
 namespace {
@@ -13,46 +13,46 @@ namespace {
 constexpr int64_t kPiece = 256;      // codes of a row that are decoded and multiplied at a time: they stay in L1
 constexpr int64_t kMostPiece = 512;  // a segment of single bits
 constexpr int64_t kLater = 2;        // pieces from a prefetch to its use
-constexpr int64_t kUnitRows = 48;    // of the weight in a unit, at most: whole tiles of any number of slices
-constexpr int64_t kFewest = 12;      // rows of x that are worth a panel; with short blocks more:
+constexpr int64_t kUnitRows = 48;    // the most rows of the weight in a unit: whole tiles of any number of slices
+constexpr int64_t kFewest = 12;      // the fewest rows of x that are worth a panel; with short blocks more:
 constexpr int64_t kFewestOfMany = 25;
 constexpr int64_t kShortest = 32;  // block
 constexpr int64_t kMany = 256;     // rows of x, from which on packing them takes what products save, unless there are
 constexpr int64_t kTall = 2048;    // rows of the weight that are many
 constexpr int64_t kMostRuns = kMostPiece / kShortest + 2;
 constexpr int64_t kScaleRoom = kSpan / kShortest + 24;  // scales of a row in a span
-constexpr float kRangeOfScales = 0x1p64f;  // magnitudes that are ordinary: up to this, and down to one by it
+constexpr float kRangeOfScales = 0x1p64f;  // ordinary magnitudes are at most this, and at least its reciprocal
 
 // Rows of the weight in a tile: twenty-four sums and a few more vectors fit in registers.
 constexpr int tile_rows(int slices) { return 24 / slices; }
 
-// Codes of a piece that share a scale: groups of four, and their block less the first of the span.
+// Codes of a piece that share a scale: groups of four, and their block, relative to the first one of the span.
 struct Run {
   int32_t groups, block;
 };
 
-// Data of a piece that all rows of the weight share.
+// The part of a piece that is the same for all rows of the weight.
 struct Place {
-  int64_t first, blocks;  // of the span: the first block, and how many
-  int64_t count;          // of runs
+  int64_t first, blocks;  // the first block of the span, and the number of blocks
+  int64_t count;          // the number of runs
   Run runs[kMostRuns];
 };
 
 // A piece of a panel.
 struct alignas(64) Head {
-  int32_t start[kMostRuns][kMostSlices][16];  // sums of slices, times what codes are too little unless zero points tell
-  float scale[16];                            // of the span
-  int64_t slices;                             // likewise; 0 if its numbers must not be slices
+  int32_t start[kMostRuns][kMostSlices][16];  // sums of slices, times the lowest value, if there are no zero points
+  float scale[16];                            // the scale of the span
+  int64_t slices;                             // its number of slices, or 0 if it cannot be sliced
 };
 
 struct Detail {
-  int64_t rows, chunks;        // of the weight in a unit, and units that they make
-  int64_t panels, row_blocks;  // of x, and how many units they make
+  int64_t rows, chunks;        // rows of the weight in a unit, and units along the weight
+  int64_t panels, row_blocks;  // panels of x, and units along x
   int64_t piece;               // codes of a piece: whole segments
-  int64_t pieces, spans;       // of a row of codes
-  int64_t heads, x;            // where they are in shared memory
-  int64_t spare;               // bytes for what AVX-512 multiplies
-  int64_t factor;              // that makes the table integers
+  int64_t pieces, spans;       // pieces and spans of a row of codes
+  int64_t heads, x;            // their offsets into shared memory
+  int64_t spare;               // bytes for the parts that AVX-512 kernels multiply
+  int64_t factor;              // the factor that makes the table integers
 };
 
 EQQ_INLINE int64_t pieces_of_span(const Detail& d) { return kSpan / d.piece; }
@@ -74,9 +74,9 @@ bool accepts(const Problem* problem) {
          (p.block_size >= (p.m < kFewestOfMany && !p.coarse ? 2 * kShortest : kShortest) && p.block_size % 16 == 0);
 }
 
-// The memory of a thread.
+// Offsets into the scratch memory of a thread, behind decoded rows.
 struct Room {
-  int64_t raw, scales, zeros, sums, totals, spare, all;  // where these are, behind decoded rows
+  int64_t raw, scales, zeros, sums, totals, spare, all;
 
   explicit Room(const Detail& d) {
     raw = d.rows * row_room(d);
@@ -109,7 +109,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   out->shared_bytes = x_of(d, p.batch, 0, 0);
   out->units = p.batch * d.row_blocks * d.chunks;
   out->own_bytes = round_up(Room(d).all, 64);
-  // So few rows at a time that packed x stays in the cache, yet units for all threads.
+  // Few rows at a time, so that packed x stays in the cache, but enough units for all threads.
   out->rows = kRows * kUnitPanels * div_up(4 * threads, p.batch * d.chunks);
   set_detail(d, out);
 }
@@ -144,7 +144,7 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, int64_t panel, const
     uint8_t* to = reinterpret_cast<uint8_t*>(shared) + x_of(d, batch, panel, first + k / d.piece);
     return Slices{to + k % d.piece / 4 * 64 * kX, 64 * kX, 64};
   };
-  int64_t run = 0, groups = 0;  // of a piece: that which is being packed, and groups of it
+  int64_t run = 0, groups = 0;  // the run that is being packed, and its groups so far
   const auto keep = [&](int64_t end, const I* sums) {
     const int64_t piece = first + (end - 1) / d.piece;
     groups += 4;
@@ -180,7 +180,7 @@ void prepare(const Problem* problem, const Plan* plan, void* memory, int64_t par
 // The weight
 //
 
-// Codes of whole segments as bytes without a sign.
+// Decodes whole segments to unsigned bytes.
 template <int kBits>
 void decode_segments(const uint8_t* codes, int64_t segments, I table, uint8_t* out) {
   for (int64_t i = 0; i < segments; ++i) {
@@ -200,10 +200,10 @@ struct Tile {
   const uint8_t* x;
   const Head* head;
   const Place* place;
-  const float* scales;  // of the first row
+  const float* scales;  // the scales of the first row
   const int32_t* zeros;
-  float *sums, *totals;  // of rows: of the span so far, and of spans before
-  bool begins, ends;     // whether the span does
+  float *sums, *totals;  // sums of rows over this span, and over the spans before
+  bool begins, ends;     // whether the span begins or ends here
   const char* next;      // lines to prefetch, of eight rows of the weight or more, and their distance
   int64_t next_row;
   const char* next_scale;  // scales of the next span, their distance, and their bytes
@@ -214,12 +214,12 @@ struct Tile {
 struct Unit {
   const Problem& p;
   const Detail& d;
-  const int64_t row, count;  // the first, and how many
+  const int64_t row, count;  // the first row, and the number of rows
   uint8_t *const decoded, *const raw;
-  float* const scales;   // the unit of integers, by rows, `kScaleRoom` apart, and blocks of a span
-  int32_t* const zeros;  // likewise: what codes are too little
+  float* const scales;   // scales of integers, by rows, `kScaleRoom` apart, and blocks of a span
+  int32_t* const zeros;  // their zero points
   const int32_t lowest;
-  const I table;     // of bytes, in each quarter
+  const I table;     // the table of bytes, repeated in each quarter
   uint64_t odd = 0;  // rows whose scales are not ordinary
 
   Unit(const Problem& p, const Detail& d, int64_t batch, int64_t first, int64_t count, char* own)
@@ -228,7 +228,7 @@ struct Unit {
         zeros(reinterpret_cast<int32_t*>(own + Room(d).zeros)), lowest(lowest_integer(p, d.factor)),
         table(_mm512_shuffle_i32x4(integers_table(p, d.factor), integers_table(p, d.factor), 0)) {}
 
-  // The scales and zero points of a span.
+  // Decodes the scales and zero points of a span.
   void fetch(const Place& place) {
     const F factor = _mm512_set1_ps(1 / static_cast<float>(d.factor));
     for (int64_t i = 0; i < count; ++i) {
@@ -250,13 +250,13 @@ struct Unit {
     }
   }
 
-  // Where the codes of a later piece are: after the last, codes of the next rows. One piece is too short for memory.
+  // Finds the codes of a later piece to prefetch; after the last piece, codes of the next rows.
   const char* after(int64_t piece) const {
     const int64_t later = piece + kLater, rows = later < d.pieces ? 0 : count;
     return reinterpret_cast<const char*>(p.codes + (row + rows) * p.words) + later % d.pieces * d.piece * p.bits / 8;
   }
 
-  // Likewise scales, if a span begins with that piece.
+  // Finds the scales to prefetch, if a span begins with that piece.
   void scales_after(int64_t piece, Tile* a) const {
     const int64_t later = (piece + kLater) % d.pieces, width = scale_bytes(p.scale_kind),
                   block = later * d.piece / p.block_size;
@@ -267,7 +267,7 @@ struct Unit {
         p.blocks <= 1 || later % pieces_of_span(d) > 0 ? 0 : min64(a->scale_row, kSpan / p.block_size * width + 63);
   }
 
-  // Codes `first` to `last` of all rows as bytes: where they are, and how far apart.
+  // Returns codes `first` to `last` of all rows as bytes, and the distance of rows.
   const uint8_t* decode(int64_t first, int64_t last, int64_t* stride) const {
     const int64_t segment = 512 / p.bits;
     const bool whole = first + round_up(last - first, segment) <= p.k;
@@ -287,7 +287,7 @@ struct Unit {
       const Integers as_stored = {};
       const uint8_t* some = some_codes(p, as_stored, row + i, first, last, raw);
       for (int64_t k = 0; k < last - first; k += 64) {
-        // Codes of eight bits are read where they lie, which may be the end of the weight.
+        // Codes of eight bits are read in place, which may be the end of the weight.
         const I bytes = _mm512_maskz_loadu_epi8(~uint64_t{0} >> (64 - min64(last - first - k, 64)), some + k);
         _mm512_storeu_si512(out + k, p.bits == 8 ? bytes : _mm512_shuffle_epi8(table, bytes));
       }
@@ -419,7 +419,7 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
     for (int64_t n = 0; ordinary[j] && n < count; n += 16)
       write_results(p, batch * p.y_batch + m * p.y_row + (first + n) * p.y_column, min64(16, count - n),
                     min64(kRows, p.m - m), totals + (j * d.rows + n) * 16);
-    multiply_rest(
+    multiply_unusual(
         avx512::kMatmul, p, e, j, ordinary[j], [&](int64_t n) { return (u.odd >> n & 1) != 0; }, own + room.spare);
   }
 }

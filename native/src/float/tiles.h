@@ -1,4 +1,4 @@
-// Tiles of results in registers: lanes run along the results.
+// Tiles of results in registers, with lanes along the results.
 #pragma once
 
 #include "float/layout.h"
@@ -10,8 +10,8 @@ struct Tiles {
   using F = typename V::F;
   static constexpr int L = V::L;
 
-  // c[i][:] += sum over p of a[i][p] b[p][:], for `kRows` rows of `kVectors` vectors. The sum is made first: short sums
-  // are more exact than one long one.
+  // c[i][:] += sum over p of a[i][p] b[p][:], for `kRows` rows of `kVectors` vectors. Sums over p, then adds to c:
+  // short sums are more exact than a long one.
   template <int kVectors, int kRows, int64_t kStride>
   static void tile(const float* a, const float* b, int64_t b_row, int64_t length, float* c, int64_t c_row) {
     F acc[kRows][kVectors];

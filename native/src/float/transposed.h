@@ -1,4 +1,4 @@
-// Transposed products: tiles as with many rows, with lanes along the decoded rows.
+// Transposed products: tiles as in `many_rows.h`, with lanes along the decoded rows.
 #pragma once
 
 #include "float/arrays.h"
@@ -15,8 +15,8 @@ struct Transposed {
   using DecodeRow = typename D::DecodeRow;
   static constexpr int L = V::L;
 
-  // Fetches segments `first` to `last` of a row, and where their scales begin. Inlined, it would take registers of
-  // tiles; and a compiler may drop calls of a function that only prefetches.
+  // Prefetches segments `first` to `last` of a row, and their first scales. Not inlined, since tiles need registers.
+  // The `asm` keeps a compiler from dropping a call that only prefetches.
   static __attribute__((noinline)) void fetch_row(const Problem& p, const Shape& s, int64_t row, int64_t first,
                                                   int64_t last) {
     for (int64_t j = first; j < last; ++j) V::prefetch(p.codes + row * p.words + j * kSegment);
@@ -54,12 +54,12 @@ struct Transposed {
                                                                      width);
       }
     }
-    write_turned(p, s, batch, start, rows, first, count, sums, width);
+    write_transposed(p, s, batch, start, rows, first, count, sums, width);
   }
 
-  // Writes results of rows `start` to `start + rows` of x, and of segments of the weight in the order of decoding.
-  static void write_turned(const Problem& p, const Shape& s, int64_t batch, int64_t start, int64_t rows, int64_t first,
-                           int64_t count, const float* sums, int64_t width) {
+  // Writes the results of rows `start` to `start + rows` of x, from the order of decoding to logical order.
+  static void write_transposed(const Problem& p, const Shape& s, int64_t batch, int64_t start, int64_t rows,
+                               int64_t first, int64_t count, const float* sums, int64_t width) {
     int64_t at[512];
     for (int64_t segment = first; segment < first + count; ++segment) {
       // The same in all whole segments.

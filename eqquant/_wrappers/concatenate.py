@@ -1,4 +1,4 @@
-"""Joins and divides arrays, and keeps quantized ones packed: codes and scales are moved, never computed."""
+"""Concatenates, stacks, splits and gathers arrays, and keeps quantized ones packed."""
 
 import dataclasses
 import itertools
@@ -18,50 +18,50 @@ from .._types import PyTree
 from .mapped import AbstractMappedArray
 
 
-def join(arrays: Sequence[PyTree], axis: int = 0) -> PyTree:
-    """Concatenates arrays, all dense or all quantized, along a logical axis.
+def concatenate(arrays: Sequence[PyTree], axis: int = 0) -> PyTree:
+    """Concatenates dense or quantized arrays along a logical axis.
 
     **Raises:**
 
-    `ValueError` if the result cannot stay packed exactly: formats that differ, or parts that end within a block along
-    the quantized axis.
+    `ValueError` if some arrays are quantized and others are not, if their formats differ, or if a part ends within a
+    block along the quantized axis.
     """
     arrays = list(arrays)
     if len(arrays) == 1:
         return arrays[0]
     if not _all_quantized(arrays):
         return jnp.concatenate(arrays, axis)
-    arrays = [_with_scales_of_rows(q) for q in arrays]
+    arrays = [_with_row_scales(q) for q in arrays]
     first = arrays[0]
     at = _batch_axis(first, axis)
     if at is None:
-        return _join_lengths(arrays)
-    _check_alike(arrays)
+        return _concatenate_rows(arrays)
+    _check_same(arrays)
     return jtu.tree_map(lambda *leaves: jnp.concatenate(leaves, at), *arrays)
 
 
 def stack(arrays: Sequence[PyTree]) -> PyTree:
-    """Stacks arrays, all dense or all quantized, along a new first axis. Raises as `join`."""
+    """Stacks dense or quantized arrays along a new first axis. Raises as `concatenate`."""
     if all(isinstance(x, AbstractMappedArray) for x in arrays):
-        _check_alike([x.array for x in arrays])
+        _check_same([x.array for x in arrays])
     elif _all_quantized(arrays):
-        _check_alike(arrays)
+        _check_same(arrays)
     return jtu.tree_map(lambda *leaves: jnp.stack(leaves), *arrays)
 
 
-def divide(x: PyTree, sizes: Sequence[int], axis: int = 0) -> list[PyTree]:
-    """Divides an array along a logical axis into parts of these sizes. Raises as `join`."""
+def split(x: PyTree, sizes: Sequence[int], axis: int = 0) -> list[PyTree]:
+    """Splits an array along a logical axis into parts of these sizes. Raises as `concatenate`."""
     if sum(sizes) != x.shape[axis]:
         raise ValueError(f"{x.shape[axis]} along axis {axis} cannot be divided into {' + '.join(map(str, sizes))}")
     if isinstance(x, AbstractMappedArray):
         if axis % x.ndim == x.axis % x.ndim:
             raise ValueError(f"axis {axis} is stored in another order")
-        return [dataclasses.replace(x, array=part) for part in divide(x.array, sizes, axis)]
+        return [dataclasses.replace(x, array=part) for part in split(x.array, sizes, axis)]
     bounds = [0, *itertools.accumulate(sizes)]
     if is_quantized(x):
         at = _batch_axis(x, axis)
         if at is None:
-            return [_cut(x, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+            return [_slice_rows(x, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
         before = (slice(None),) * at
         rows = lambda start, stop: jtu.tree_map(lambda leaf: leaf[(*before, slice(start, stop))], x)
         return [rows(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
@@ -69,7 +69,7 @@ def divide(x: PyTree, sizes: Sequence[int], axis: int = 0) -> list[PyTree]:
 
 
 def take(x: PyTree, indices: np.ndarray, axis: int = 0) -> PyTree:
-    """Gathers along a logical axis. Raises a `ValueError` for the quantized axis of a quantized array."""
+    """Gathers entries along a logical axis. Raises a `ValueError` for a quantized axis."""
     if not is_quantized(x):
         return jnp.take(x, indices, axis)
     at = _batch_axis(x, axis)
@@ -88,27 +88,27 @@ def _all_quantized(arrays: Sequence[PyTree]) -> bool:
 
 
 def _batch_axis(q: QuantizedArray, axis: int) -> int | None:
-    """Returns where a logical axis stands in memory, or `None` for a quantized axis."""
+    """Returns the number of a logical axis in memory, or `None` for a quantized axis."""
     quantized = {a % q.ndim for a in as_axes(q.axis)}
     return None if axis % q.ndim in quantized else [a for a in range(q.ndim) if a not in quantized].index(axis % q.ndim)
 
 
-def _with_scales_of_rows(q: QuantizedArray) -> QuantizedArray:
-    """A scale for the whole tensor is stored once per row, and after joining rows it is no longer one."""
+def _with_row_scales(q: QuantizedArray) -> QuantizedArray:
+    """Turns a per-tensor scale into per-channel scales, which can be concatenated."""
     if q.format.block_size != "tensor":
         return q
     return dataclasses.replace(q, format=dataclasses.replace(q.format, block_size=None))
 
 
-def _check_alike(arrays: Sequence[QuantizedArray]) -> None:
+def _check_same(arrays: Sequence[QuantizedArray]) -> None:
     first = arrays[0]
     for q in arrays[1:]:
-        for what, of in _PARTS.items():
-            if of(q) != of(first):
-                raise ValueError(f"their {what} differ: {of(first)} and {of(q)}")
+        for name, get in _FIELDS.items():
+            if get(q) != get(first):
+                raise ValueError(f"their {name} differ: {get(first)} and {get(q)}")
 
 
-_PARTS: dict[str, Callable[[QuantizedArray], object]] = {
+_FIELDS: dict[str, Callable[[QuantizedArray], object]] = {
     "formats": lambda q: q.format,
     "quantized axes": lambda q: q.axis,
     "lengths along the quantized axis": lambda q: q.lengths,
@@ -117,64 +117,64 @@ _PARTS: dict[str, Callable[[QuantizedArray], object]] = {
 }
 
 
-def _join_lengths(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
-    """Joins rows end to end. Every part but the last must be whole blocks and whole segments."""
+def _concatenate_rows(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
+    """Concatenates rows end to end. Every part but the last must be whole blocks and segments."""
     first = arrays[0]
-    for what in ("formats", "quantized axes", "dtypes", "gradients"):
+    for name in ("formats", "quantized axes", "dtypes", "gradients"):
         for q in arrays[1:]:
-            if _PARTS[what](q) != _PARTS[what](first):
-                raise ValueError(f"their {what} differ: {_PARTS[what](first)} and {_PARTS[what](q)}")
+            if _FIELDS[name](q) != _FIELDS[name](first):
+                raise ValueError(f"their {name} differ: {_FIELDS[name](first)} and {_FIELDS[name](q)}")
     block = first.format.block_size
     if len(first.lengths) > 1 or not isinstance(block, int):
         raise ValueError(f"a row of {first.format!r} has one scale, and would have several along axis {first.axis}")
     for q in arrays[:-1]:
         _check_whole(q, row_length(q))
 
-    def join_parts(parts: Sequence[PyTree]) -> PyTree:
+    def concatenate_blocks(parts: Sequence[PyTree]) -> PyTree:
         if parts[0] is None:
             return None
-        return _join_lengths(parts) if is_quantized(parts[0]) else jnp.concatenate(parts, -1)
+        return _concatenate_rows(parts) if is_quantized(parts[0]) else jnp.concatenate(parts, -1)
 
     return dataclasses.replace(
         first,
         codes=jnp.concatenate([q.codes for q in arrays], -1),
-        scale_bits=join_parts([q.scale_bits for q in arrays]),
-        zero_point_bits=_packed_zero_point(first, join_parts([q.zero_point for q in arrays])),
-        offset_bits=join_parts([q.offset_bits for q in arrays]),
-        gradient_of=join_parts([q.gradient_of for q in arrays]),
+        scale_bits=concatenate_blocks([q.scale_bits for q in arrays]),
+        zero_point_bits=_pack_zero_point(first, concatenate_blocks([q.zero_point for q in arrays])),
+        offset_bits=concatenate_blocks([q.offset_bits for q in arrays]),
+        gradient_of=concatenate_blocks([q.gradient_of for q in arrays]),
         lengths=(sum(row_length(q) for q in arrays),),
     )
 
 
-def _cut(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
-    """Cuts every row from one value to another, which must not lie within a block or a segment."""
+def _slice_rows(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
+    """Slices every row. Neither end may lie inside a block or a segment."""
     block = q.format.block_size
     if len(q.lengths) > 1:
         raise ValueError(f"the axes {q.axis} are quantized as one")
     for at in (start, stop):
         if at != row_length(q):
             _check_whole(q, at)
-    one = not isinstance(block, int)  # one scale for the row, which each part keeps
+    one = not isinstance(block, int)  # each part keeps the one scale of the row
     first, last = (0, 1) if one else (start // block, -(-stop // block))
     part = slice(start * q.format.bits // 8, -(-stop * q.format.bits // 8))
 
-    def cut(x: PyTree) -> PyTree:
+    def slice_blocks(x: PyTree) -> PyTree:
         if x is None or one:
             return x
-        return _cut(x, first, last) if is_quantized(x) else x[..., first:last]
+        return _slice_rows(x, first, last) if is_quantized(x) else x[..., first:last]
 
     return dataclasses.replace(
         q,
         codes=q.codes[..., part],
-        scale_bits=cut(q.scale_bits),
-        zero_point_bits=_packed_zero_point(q, cut(q.zero_point)),
-        offset_bits=cut(q.offset_bits),
+        scale_bits=slice_blocks(q.scale_bits),
+        zero_point_bits=_pack_zero_point(q, slice_blocks(q.zero_point)),
+        offset_bits=slice_blocks(q.offset_bits),
         gradient_of=None if q.gradient_of is None else q.gradient_of[..., start:stop],
         lengths=(stop - start,),
     )
 
 
-def _packed_zero_point(q: QuantizedArray, zero_point: Array | None) -> Array | None:
+def _pack_zero_point(q: QuantizedArray, zero_point: Array | None) -> Array | None:
     return None if zero_point is None else pack(zero_point, q.format.bits)
 
 

@@ -16,11 +16,11 @@ from jaxtyping import Array, Float32
 
 from .._array.checks import as_jax_array
 from .._array.value import AbstractArrayValue
-from .._program.facts import AbstractFollower, Data, Fact, Parameter, SeenUse
+from .._program.facts import AbstractFollower, Data, Fact, Parameter, UseSite
 from .._program.follow import follow
 from .._program.products import Product
 from .._program.trace import trace, Traced
-from .._program.views import whole
+from .._program.views import view_weight
 from .._tree.leaves import Leaf
 from .._types import PyTree
 from ._calibrator import AbstractCalibrator
@@ -137,7 +137,7 @@ class Watch:
 
     def find(self, product: Product) -> None:
         """Prepares sums for a product."""
-        axes, stack = self.negative(product), product.stack(self.shape)
+        axes, stack = self.negative(product), product.stack_axes(self.shape)
         before = self.stacks.get(axes, ())
         if axes not in self.along or len(stack) > len(before):
             self.stacks[axes] = stack
@@ -173,11 +173,11 @@ class _Finder(AbstractFollower):
     def __init__(self, watches: Sequence[Watch]) -> None:
         self.watches = watches
 
-    def multiply(self, product: Product, use: SeenUse) -> Array:
+    def multiply(self, product: Product, use: UseSite) -> Array:
         self.watches[product.view.weight].find(product)
         return product.x
 
-    def use(self, use: SeenUse) -> None:
+    def use(self, use: UseSite) -> None:
         watch = self.watches[use.weight]
         watch.looked_up |= use.kind == "lookup"
         watch.used |= use.kind != "lookup"
@@ -189,23 +189,23 @@ class _Observer(AbstractFollower):
     def __init__(self, watches: Sequence[Watch], numbers: Sequence[dict[tuple[int, ...], Array]]) -> None:
         self.watches, self.numbers = watches, numbers
 
-    def multiply(self, product: Product, use: SeenUse) -> Array:
+    def multiply(self, product: Product, use: UseSite) -> Array:
         x, watch = product.x, self.watches[product.view.weight]
         axes = watch.negative(product)
-        layered = product.by_layer(watch.stacks[axes], watch.shape) if x.size else None
-        if layered is None:
+        layer_inputs = product.split_by_layer(watch.stacks[axes], watch.shape) if x.size else None
+        if layer_inputs is None:
             watch.used |= x.size > 0
             return x
-        rows, reached = layered.rows, layered.reached
+        rows, row_mask = layer_inputs.rows, layer_inputs.row_mask
         if jnp.iscomplexobj(rows):
             rows = jnp.concatenate([jnp.real(rows), jnp.imag(rows)], axis=-2)
-            reached = None if reached is None else jnp.concatenate([reached, reached], axis=-1)
+            row_mask = None if row_mask is None else jnp.concatenate([row_mask, row_mask], axis=-1)
         rows = rows if jnp.issubdtype(rows.dtype, jnp.floating) else rows.astype(jnp.float32)
-        number = self.numbers[product.view.weight][axes][layered.layer]
+        number = self.numbers[product.view.weight][axes][layer_inputs.layer]
         params = {"threshold": watch.threshold, "gram": watch.gram, "keep": watch.keep, "gated": watch.gated}
-        return observe(x, rows, number, reached, record=watch.along[axes], **params)
+        return observe(x, rows, number, row_mask, record=watch.along[axes], **params)
 
-    def use(self, use: SeenUse) -> None:
+    def use(self, use: UseSite) -> None:
         pass
 
 
@@ -281,7 +281,7 @@ class Observed:
             number = self.numbers.get(keys[1:])
             if keys[0] == jtu.SequenceKey(1):
                 return Data
-            return Parameter if number is None else whole(number, x.shape)
+            return Parameter if number is None else view_weight(number, x.shape)
 
         facts = [fact(keys, x) for keys, x in traced.arrays]
         arrays = [x for _, x in traced.arrays]

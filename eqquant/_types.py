@@ -1,4 +1,7 @@
-"""`PyTree` and `PyTreeDef` for signatures. jaxtyping and JAX hide theirs from type checkers."""
+"""`PyTree` and `PyTreeDef` for signatures, which type checkers see.
+
+jaxtyping and JAX hide theirs from type checkers.
+"""
 
 from typing import Any, TYPE_CHECKING, TypeAlias
 

@@ -45,7 +45,7 @@ class UseSite(NamedTuple):
 
         Inside a `jit` JAX knows only the line of the call.
         """
-        lines = map(_compat.line_of_equation, (self.equation, *reversed(self.enclosing)))
+        lines = map(_compat.find_line, (self.equation, *reversed(self.enclosing)))
         return next((f"{line.file}:{line.number}" for line in lines if line is not None), "")
 
 

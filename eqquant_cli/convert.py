@@ -26,5 +26,5 @@ def convert(
     to = arguments.choose_layout(to, output)
     arguments.check_checkpoint(output, checkpoint, to, force)
     with Progress("Converting", len(checkpoint)) as progress:
-        report = arguments.write_checkpoint(checkpoint, output, to=to, each=progress.counted)
+        report = arguments.write_checkpoint(checkpoint, output, to=to, each=progress.advance)
     typer.echo(f"{output}: {progress.headline(checkpoint.nbytes, report)}")

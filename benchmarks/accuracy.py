@@ -208,7 +208,7 @@ class EvaluationData:
     """The float model, and sentences to calibrate, to train and to compare on."""
 
     def __init__(self, seed: int, smoke: bool) -> None:
-        spaced, sentences = sentences_and_scores.evenly_spaced, sentences_and_scores.english_sentences()
+        spaced, sentences = sentences_and_scores.select_evenly, sentences_and_scores.english_sentences()
         if smoke:
             sentences = sentences[::20]
         random, others, chosen_by = np.random.default_rng(seed), sentences[0::2], 2 if smoke else CHOSEN_BY
@@ -216,10 +216,10 @@ class EvaluationData:
         more = [] if smoke else docstrings(set(sentences))
         random.shuffle(more)
         self.model = minilm.load_model()
-        self.calibrate_on = full_batches_of([*others[:-chosen_by], *more[:CALIBRATE_ON]])
+        self.calibrate_on = make_full_batches([*others[:-chosen_by], *more[:CALIBRATE_ON]])
         # Each sentence once, to avoid overfitting.
-        self.chosen_by = batches_of(others[-chosen_by:])
-        self.train_on = batches_of([*others[:-chosen_by], *more[:TRAIN_ON]])
+        self.chosen_by = make_batches(others[-chosen_by:])
+        self.train_on = make_batches([*others[:-chosen_by], *more[:TRAIN_ON]])
         self.key = f"{len(sentences)} sentences, seed {seed}"
         self.ids, self.mask = minilm.tokenize(spaced(sentences[1::2], 8 if smoke else COMPARED_ON), TOKENS)
         self.reference = sentences_and_scores.embed_all(self.model, self.ids, self.mask)
@@ -270,7 +270,7 @@ def docstrings(without: set[str]) -> list[str]:
     return [sentence for sentence in found if sentence not in without]
 
 
-def batches_of(sentences: list[str], size: int = 16) -> list[Batch]:
+def make_batches(sentences: list[str], size: int = 16) -> list[Batch]:
     """Batches of sentences of similar length, padded or cut to one of two lengths, so that there are two programs."""
     ids, mask = minilm.tokenize(sentences, TOKENS)
     lengths = np.asarray(mask).sum(axis=1)
@@ -281,7 +281,7 @@ def batches_of(sentences: list[str], size: int = 16) -> list[Batch]:
     return batches
 
 
-def full_batches_of(sentences: list[str], size: int = 32) -> list[Batch]:
+def make_full_batches(sentences: list[str], size: int = 32) -> list[Batch]:
     """Batches without padding, whose inputs would be counted: sentences are cut to one of six lengths."""
     lengths = np.asarray(minilm.tokenize(sentences, TOKENS)[1]).sum(axis=1)
     cut = np.asarray([8, 12, 16, 20, 26, 36])
@@ -320,7 +320,7 @@ def distance(found: tuple[Array, Array], wanted: tuple[Array, Array]) -> Float[A
 #
 
 
-def bits_of(q: minilm.Encoder) -> float:
+def count_bits(q: minilm.Encoder) -> float:
     """Bits per value of all arrays that are quantized: of two and more dimensions. Factors that they keep count too."""
     leaves = [leaf for leaf in eqq.summary(q).leaves if leaf.format is not None]
     kept = [x for x in jax.tree.leaves(q, is_leaf=is_scaled) if is_scaled(x)]
@@ -363,7 +363,7 @@ def run(name: str, recipe: ModelRecipe, last: int, seed: int, data: EvaluationDa
         q = jax.block_until_ready(q)
         seconds = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        found = {"bits": bits_of(q), **data.scores(q), "seconds": seconds, "gigabytes": peak}
+        found = {"bits": count_bits(q), **data.scores(q), "seconds": seconds, "gigabytes": peak}
         n = len(rounds)
         rounds.append({name: round(value, 5) for name, value in found.items()} | {"machine": machine()})
         print(key, f"round {n}", rounds[-1], flush=True)

@@ -92,7 +92,9 @@ def rows(recipes: Recipes) -> dict[str, Callable[[], Any]]:
     }
 
 
-def seconds_of(model: minilm.Encoder, other: minilm.Encoder, ids: Any, mask: Any, rounds: int) -> tuple[float, float]:
+def measure_seconds(
+    model: minilm.Encoder, other: minilm.Encoder, ids: Any, mask: Any, rounds: int
+) -> tuple[float, float]:
     """The median seconds of a batch for two models, which take turns."""
     of = lambda one: lambda: minilm.embed(one, ids, mask)
     taken = time_in_turns({"model": of(model), "other": of(other)}, rounds)
@@ -102,10 +104,10 @@ def seconds_of(model: minilm.Encoder, other: minilm.Encoder, ids: Any, mask: Any
 def main(*, smoke: bool, wanted: str) -> None:
     console = Console(width=110)
     console.print(sentences_and_scores.machine())
-    sentences, spaced = sentences_and_scores.english_sentences(), sentences_and_scores.evenly_spaced
+    sentences, spaced = sentences_and_scores.english_sentences(), sentences_and_scores.select_evenly
     calibrate_on, compared_on, rounds = (8, 32, 1) if smoke else (128, 256, 7)
     model = minilm.load_model()
-    recipes = Recipes(model, accuracy.batches_of(spaced(sentences[0::2], calibrate_on)))
+    recipes = Recipes(model, accuracy.make_batches(spaced(sentences[0::2], calibrate_on)))
     ids, mask = minilm.tokenize(spaced(sentences[1::2], compared_on), accuracy.TOKENS)
     reference = sentences_and_scores.embed_all(model, ids, mask)
     table = Table(box=box.SIMPLE_HEAD)
@@ -117,7 +119,7 @@ def main(*, smoke: bool, wanted: str) -> None:
             continue
         q = recipe()
         cosines = np.sum(sentences_and_scores.embed_all(q, ids, mask) * reference, axis=1)
-        float32, quantized = seconds_of(model, q, ids[:32], mask[:32], rounds)
+        float32, quantized = measure_seconds(model, q, ids[:32], mask[:32], rounds)
         up = q.layers[0].up.weight
         how = eqq.explain_matmul(jax.ShapeDtypeStruct((16 * accuracy.TOKENS, up.shape[1]), np.float32), up.T)
         accurate = f"{cosines.mean():.4f}", f"{cosines.min():.4f}"

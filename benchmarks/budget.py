@@ -1,4 +1,4 @@
-"""Plans for budgets of 3 to 6 bits per weight, with and without data, beside the best single format of so many bits.
+"""Plans for budgets of 3 to 6 bits per weight, with and without data, against the best single format of as many bits.
 
     python examples/llama/train.py FOLDER && python benchmarks/budget.py --language-model FOLDER
 
@@ -117,8 +117,8 @@ def sentence_embedder() -> BudgetCase:
     import quantize_minilm as sentences
 
     model, text = minilm.load_model(), sentences.english_sentences()
-    ids, mask = minilm.tokenize(sentences.evenly_spaced(text[0::2], 48), 32)
-    others = minilm.tokenize(sentences.evenly_spaced(text[1::2], 128), 48)
+    ids, mask = minilm.tokenize(sentences.select_evenly(text[0::2], 48), 32)
+    others = minilm.tokenize(sentences.select_evenly(text[1::2], 128), 48)
     wanted = sentences.embed_all(model, *others)
     loss = lambda model, batch: 1 - jnp.mean(jnp.sum(minilm.embed(model, *batch[:2]) * batch[2], axis=-1))
     batch = (ids, mask, minilm.embed(model, ids, mask))
@@ -134,14 +134,14 @@ def language_model(folder: Path) -> BudgetCase:
     model, tokenizer = load(eqq.io.open(folder)), Tokenizer.from_file(str(folder / "tokenizer.json"))
     seen, held_out = (windows(np.asarray(tokenizer.encode(text).ids, np.int32), 256)[:, :-1] for text in texts())
 
-    def logits_of(model: Llama, ids: Int[Array, "batch length"]) -> Float[Array, "batch length vocabulary"]:
+    def compute_logits(model: Llama, ids: Int[Array, "batch length"]) -> Float[Array, "batch length vocabulary"]:
         return jax.nn.log_softmax(model(ids, Cache.empty(model.config, len(ids), ids.shape[1]))[0])
 
     def loss(model: Llama, batch: tuple[Array, Array]) -> Float[Array, ""]:
         ids, wanted = batch
-        return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - logits_of(model, ids)), axis=-1))
+        return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - compute_logits(model, ids)), axis=-1))
 
-    compute = eqx.filter_jit(logits_of)
+    compute = eqx.filter_jit(compute_logits)
     centred = lambda x: np.asarray(x - x.mean(-1, keepdims=True))  # softmax ignores the mean
     ids, others = jnp.asarray(seen[:: len(seen) // 4][:4]), jnp.asarray(held_out[:12])
     wanted = centred(compute(model, others))
@@ -238,7 +238,7 @@ def vision_model(name: str, make: Callable[[PRNGKeyArray], eqx.Module], steps: i
 #
 
 
-def table_of(case: BudgetCase, budgets: Sequence[float]) -> Iterator[tuple[str, ...]]:
+def make_table(case: BudgetCase, budgets: Sequence[float]) -> Iterator[tuple[str, ...]]:
     """Yields the cells of each row. A star marks a plan that is worse than the best single format by more than .002."""
     rounded, analysis = Rounded(case), eqq.analysis
     single = [(rounded.bits(f), rounded.score(dict.fromkeys(rounded.paths, f)), repr(f)) for f in SINGLE]
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             *("budget", "best single format", "bits", "its cosine", "plan without data", "plan with data"),
             box=box.MARKDOWN,
         )
-        for row in table_of(case, BUDGETS[::8] if options.smoke else BUDGETS):
+        for row in make_table(case, BUDGETS[::8] if options.smoke else BUDGETS):
             table.add_row(*row)
         console.print(f"\n{case.name}, {eqq.count_params(case.model):,} parameters", table, sep="\n")
         console.print(f"{time.perf_counter() - began:.0f} s")

@@ -1,4 +1,4 @@
-"""The figures of docs/benchmarks.md on native kernels, in pieces: what matters most first. Best on a quiet machine.
+"""The figures of docs/benchmarks.md on native kernels, in parts, the most important first. Best on a quiet machine.
 
     python benchmarks/cpu_tables.py results.json --minutes 20 --llama-bench PROGRAM --peers /venv/bin/python
     python benchmarks/cpu_tables.py results.json --show

@@ -160,7 +160,7 @@ def prepare(
     return ft.partial(repeat_product(product, rounds, times), x, weights), times * count
 
 
-def copies_of(nbytes: int, options: MeasureOptions) -> int:
+def make_copies(nbytes: int, options: MeasureOptions) -> int:
     return 2 if options.interpret else max(2, -(-CACHE // nbytes))
 
 
@@ -189,14 +189,14 @@ def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: MeasureO
             title=f"x(M, {k}) . W({n}, {k})^T, bfloat16; x cuBLAS: how many times as fast",
         )
         float_weight = jr.normal(jr.key(0), (n, k), jnp.bfloat16)
-        dense = [float_weight + jnp.bfloat16(i) for i in range(copies_of(float_weight.nbytes, options))]
+        dense = [float_weight + jnp.bfloat16(i) for i in range(make_copies(float_weight.nbytes, options))]
         for m in rows:
             x = jr.normal(jr.key(1), (m, k), jnp.bfloat16)
             weights: dict[str, list[Any]] = {"cuBLAS": dense}
             products: dict[str, Callable[[Any, Any], Any]] = {"cuBLAS": dense_product}
             for name, format in formats.items():
                 q = jax.jit(lambda w, format=format: eqq.quantize(w, format))(float_weight)
-                count = copies_of(q.nbytes, options)
+                count = make_copies(q.nbytes, options)
                 weights[f"{name} kernel"] = weights[f"{name} XLA"] = [
                     jax.tree_util.tree_map(lambda a, i=i: a ^ jnp.asarray(i % 2, a.dtype), q) for i in range(count)
                 ]
@@ -254,7 +254,7 @@ def tune(shapes: Any, options: MeasureOptions) -> None:
         for k, n in shapes:
             w = jr.normal(jr.key(0), (n, k), jnp.bfloat16)
             q = jax.jit(lambda w, format=format: eqq.quantize(w, format))(w)
-            copies = [jax.tree_util.tree_map(jnp.copy, q) for _ in range(copies_of(q.nbytes, options))]
+            copies = [jax.tree_util.tree_map(jnp.copy, q) for _ in range(make_copies(q.nbytes, options))]
             x = jr.normal(jr.key(1), (m, n if transpose else k), jnp.bfloat16)
             seconds = np.full(len(configs), np.inf)
             label = f"{bits} bits, {m} rows, {n} x {k}"

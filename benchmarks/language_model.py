@@ -95,7 +95,9 @@ class Measured(NamedTuple):
     agreement: float
 
 
-def logits_of(model: Llama, ids: Int[Array, "batch length"], **cache: Any) -> Float[Array, "batch length vocabulary"]:
+def compute_logits(
+    model: Llama, ids: Int[Array, "batch length"], **cache: Any
+) -> Float[Array, "batch length vocabulary"]:
     empty = Cache.empty(model.config, len(ids), ids.shape[1], **cache)
     return jax.nn.log_softmax(model(ids, empty)[0])
 
@@ -114,7 +116,7 @@ class Bench:
         self.expected = self._logits(self.model)
 
     def _logits(self, model: Llama, **cache: Any) -> Array:
-        run = eqx.filter_jit(lambda model, ids: logits_of(model, ids, **cache))
+        run = eqx.filter_jit(lambda model, ids: compute_logits(model, ids, **cache))
         return jnp.concatenate([run(model, row[None, :-1]) for row in self.text])
 
     def measure(self, model: Llama, **cache: Any) -> Measured:
@@ -127,11 +129,13 @@ class Bench:
 
     def quantize(self, format: eqq.extend.AbstractFormat, method: str) -> Llama:
         if method == "GPTQ":
-            return eqq.quantize_sequentially(self.model, self.calibration, format, METHODS[method], apply=logits_of)
+            return eqq.quantize_sequentially(
+                self.model, self.calibration, format, METHODS[method], apply=compute_logits
+            )
         return eqq.quantize_tree(self.model, format, method=METHODS[method])
 
 
-def row_of(found: Measured) -> tuple[str, ...]:
+def make_row(found: Measured) -> tuple[str, ...]:
     return (
         f"{found.bits_per_byte:.4f}",
         f"{found.bits_per_token:.4f}",
@@ -145,7 +149,7 @@ _COLUMNS = ("bits/byte", "bits/token", "KL", "same token")
 
 def formats_table(bench: Bench, names: Sequence[str], methods: Sequence[str], console: Console) -> None:
     table = Table("format", "bits", "method", *_COLUMNS, box=box.MARKDOWN)
-    table.add_row("float32", "32", "", *row_of(bench.measure(bench.model)))
+    table.add_row("float32", "32", "", *make_row(bench.measure(bench.model)))
     for name in names:
         for method in methods:
             began = time.perf_counter()
@@ -155,20 +159,20 @@ def formats_table(bench: Bench, names: Sequence[str], methods: Sequence[str], co
                 print(f"{name}, {method}: {e}", file=sys.stderr)
                 continue
             bits = 8 * eqq.tree_nbytes(model) / eqq.count_params(bench.model)
-            row = (name, f"{bits:.2f}", method, *row_of(bench.measure(model)))
+            row = (name, f"{bits:.2f}", method, *make_row(bench.measure(model)))
             table.add_row(*row)
             print(*row, f"{time.perf_counter() - began:.0f} s", sep=" | ", file=sys.stderr, flush=True)
     console.print(table)
 
 
 def activations_table(bench: Bench, pairs: Mapping[str, Sequence[str]], console: Console) -> None:
-    """Quantized activations beside float ones, each with a float cache and with one of int8."""
+    """Quantized and float activations, each with a float and an int8 cache."""
     table = Table("weights", "activations", "cache", *_COLUMNS, box=box.MARKDOWN)
     for weights, kinds in pairs.items():
         for kind in (None, *kinds):
             model = eqq.quantize_tree(bench.model, weights, activations=kind)
             for cache in ("float", "int8"):
-                row = (weights, kind or "float32", cache, *row_of(bench.measure(model, **CACHES[cache])))
+                row = (weights, kind or "float32", cache, *make_row(bench.measure(model, **CACHES[cache])))
                 table.add_row(*row)
                 print(*row, sep=" | ", file=sys.stderr, flush=True)
     console.print(table)
@@ -183,7 +187,7 @@ def caches_table(bench: Bench, console: Console) -> None:
             empty = eqx.filter_eval_shape(Cache.empty, model.config, 1, 4096, **cache)
             held = [x for layer in empty.layers for x in (layer.keys, layer.values)]
             per_token = sum(eqq.tree_nbytes(x) for x in held) / 4096
-            row = (name, kind, f"{per_token:,.0f}", *row_of(bench.measure(model, **cache)))
+            row = (name, kind, f"{per_token:,.0f}", *make_row(bench.measure(model, **cache)))
             table.add_row(*row)
             print(*row, sep=" | ", file=sys.stderr, flush=True)
     console.print(table)

@@ -1,6 +1,6 @@
-"""The one place that touches JAX's internals or asks which version of JAX is running.
+"""The one module that uses internals of JAX, or depends on its version.
 
-If a JAX release moves an internal, results stay right: they only become dense.
+If a JAX release moves an internal, results stay correct: products only become dense.
 """
 
 import functools as ft
@@ -25,9 +25,9 @@ _T = TypeVar("_T")
 
 
 def _primitive(module: str, name: str) -> Primitive:
-    """Returns a primitive of JAX. If this release keeps it elsewhere, returns one that no program has.
+    """Returns a primitive of JAX, or an unused one if this release has it elsewhere.
 
-    Then the rule of the primitive is never called, and operands become dense.
+    The rule of an unused primitive is never called, and operands become dense.
     """
     try:
         return getattr(importlib.import_module(module), name)
@@ -68,7 +68,7 @@ def jax_array_is_hidden() -> bool:
 
 
 def is_constant_of_trace(weight: Array, x: Array) -> bool:
-    """Returns whether a function under tracing, such as the body of a `scan`, closes over `weight` but not over `x`."""
+    """Returns whether a traced function, such as a `scan` body, closes over `weight` only."""
     innermost = jnp.zeros(())
     if not isinstance(innermost, jax.core.Tracer) or not isinstance(x, jax.core.Tracer):
         return False
@@ -99,14 +99,14 @@ def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Array]) -> bool:
 
 
 def open_jaxpr(program: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, list[Array]]:
-    """Returns a traced program and the values of its constants. JAX 0.12 has one class for both kinds of programs."""
+    """Returns a traced program and its constants. JAX 0.12 has one class for both programs."""
     consts = getattr(program, "consts", ())
     jaxpr: Jaxpr = getattr(program, "jaxpr", program)  # pyright: ignore[reportAssignmentType]
     return jaxpr, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in consts]
 
 
 def inner_jaxpr(equation: JaxprEqn) -> tuple[Jaxpr, list[Array]]:
-    """Returns the program that an equation calls, such as that of a `jit` or a `checkpoint`."""
+    """Returns the program that an equation calls, such as the body of a `jit`."""
     programs = (equation.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in equation.params)
     return open_jaxpr(next(programs))
 
@@ -119,13 +119,16 @@ def result_shape(equation: JaxprEqn) -> tuple[int, ...]:
 def bind_equation(equation: JaxprEqn, values: Sequence[Array]) -> list[Array]:
     """Returns the results of an equation of a traced program."""
     params = equation.primitive.get_bind_params(equation.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)  # functions apart before JAX 0.11
+    functions, params = params if isinstance(params, tuple) else ((), params)  # separate functions before JAX 0.11
     result = equation.primitive.bind(*functions, *values, **params)
     return list(result) if equation.primitive.multiple_results else [result]
 
 
 def scan_operands(operands: Sequence[_T], params: dict[str, Any]) -> tuple[list[_T], list[_T], list[_T]]:
-    """Returns the constants, the carried values and the stacked arrays of a `scan`, or what is known of each."""
+    """Returns the operands of a `scan` as constants, carried values and stacked arrays.
+
+    Operands may be anything, such as one fact per array.
+    """
     if "ft_in" in params:  # since JAX 0.11
         constants, carried, stacked = (list(group.vals) for group in params["ft_in"].update(operands).unpack())
         return constants, carried, stacked
@@ -140,7 +143,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def vary_alike(tree: _T) -> _T:
-    """Inside `shard_map`, makes every array of a tree vary along all mesh axes that any of them varies along."""
+    """Returns the arrays of a tree, all varying along the same mesh axes inside `shard_map`."""
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     varying = [varying_axes(x) for x in leaves]
     all_axes = frozenset().union(*varying)
@@ -152,12 +155,12 @@ def vary_alike(tree: _T) -> _T:
 
 
 def zero_tangent(y: Array) -> ad.Zero:
-    """Returns the tangent of a value that depends on no float, for a rule of forward mode."""
+    """Returns the zero tangent of a value that is not differentiable."""
     return ad.Zero(jax.typeof(y).to_tangent_aval())
 
 
 def result_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    """Returns the type of a kernel's result: inside `shard_map` it varies along the mesh axes of `x`."""
+    """Returns the result type of a kernel, with the varying mesh axes of `x`."""
     varying = getattr(jax.typeof(x), "manual_axis_type", None)
     if varying is None:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -165,7 +168,7 @@ def result_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Shape
 
 
 def lower_with_devices(primitive: Primitive) -> None:
-    """Makes JAX pass the devices of a program to the lowering of `primitive`. See `num_devices`."""
+    """Makes JAX pass the devices of a program to the lowering of `primitive`."""
     try:
         from jax._src.dispatch import prim_requires_devices_during_lowering
     except ImportError:  # pragma: no cover
@@ -174,7 +177,7 @@ def lower_with_devices(primitive: Primitive) -> None:
 
 
 def num_devices(context: mlir.LoweringRuleContext) -> int:
-    """Returns the number of devices that the compiler will divide the program among.
+    """Returns the number of devices that the compiler will shard the program over.
 
     **Returns:**
 
@@ -185,7 +188,7 @@ def num_devices(context: mlir.LoweringRuleContext) -> int:
 
 
 def is_partly_manual(context: mlir.LoweringRuleContext) -> bool:
-    """Returns whether a program is in a `shard_map` over some axes of a mesh, whose others the compiler divides."""
+    """Returns whether a program is in a `shard_map` over only some axes of a mesh."""
     axis_context = getattr(context.module_context, "axis_context", None)
     manual = getattr(axis_context, "manual_axes", None)
     sizes = axis_context.mesh.shape if axis_context is not None and manual else {}
@@ -208,13 +211,13 @@ def spec_on_mesh(sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh) -> ja
 
 
 def device_kind(context: mlir.LoweringRuleContext) -> str:
-    """Returns the name of the device that a program is for, such as `"NVIDIA H100 80GB HBM3"`; "" if unknown."""
+    """Returns the name of the target device, such as `"NVIDIA H100 80GB HBM3"`; "" if unknown."""
     device = _device(context)
     return getattr(device, "device_kind", "")
 
 
 def compute_capability(context: mlir.LoweringRuleContext) -> float:
-    """Returns the compute capability of the NVIDIA GPU that a program is for; 9.0 if unknown."""
+    """Returns the compute capability of the target NVIDIA GPU; 9.0 if unknown."""
     capability = getattr(_device(context), "compute_capability", None)
     try:
         return float(capability or 9.0)
@@ -232,7 +235,7 @@ def no_cpu_kernels(context: mlir.LoweringRuleContext) -> str | None:
 def no_gpu_kernels(context: mlir.LoweringRuleContext) -> str | None:
     """Returns why a program for GPU cannot contain Pallas-Triton kernels, or `None` if it can.
 
-    JAX does not promise that exported ones keep running: https://github.com/jax-ml/jax/issues/25196.
+    JAX does not promise that exported kernels keep running: https://github.com/jax-ml/jax/issues/25196.
     """
     try:
         from jax._src.pallas.triton.gpu_info import get_gpu_info  # pyright: ignore[reportMissingImports]
@@ -262,28 +265,28 @@ def _devices(context: mlir.LoweringRuleContext) -> Any:
     return getattr(getattr(context.module_context, "axis_context", None), "device_assignment", None) or ()
 
 
-def function_of(jaxpr: Any) -> Callable[..., list[Any]]:
-    """Returns the function of a jaxpr without constants, which JAX closes or not."""
+def make_function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Returns a jaxpr without constants, closed or not, as a function."""
     closed = jax.extend.core.ClosedJaxpr
     return jax.extend.core.jaxpr_as_fun(jaxpr if isinstance(jaxpr, closed) else closed(jaxpr, ()))
 
 
 def bind_checkpoint(f: Callable[..., list[Any]], args: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Calls a function of arrays as `jax.checkpoint` does, with the parameters of its primitive."""
+    """Calls a function under `jax.checkpoint`, with the parameters of its primitive."""
     try:
         from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
     except ImportError:  # pragma: no cover
-        return f(*args)  # which keeps all values for the backward pass
+        return f(*args)  # saves all residuals
 
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(f)(*args))
     return remat_p.bind(*consts, *args, jaxpr=convert_constvars_jaxpr(jaxpr), **params)
 
 
-def let_quax_take_custom_vjp() -> None:
-    """Lets functions with `jax.custom_vjp` run under Quax, which has no rule for them: on dense operands.
+def support_custom_vjp_in_quax() -> None:
+    """Makes functions with `jax.custom_vjp` run under Quax, on dense operands.
 
-    JAX calls a method of the trace (`process_custom_vjp_call` in
-    https://github.com/nstarman/quax/blob/main/src/quax/_trace.py), and that of the base class raises.
+    Quax has no rule for them. JAX calls a method of the trace (`process_custom_vjp_call` in
+    https://github.com/nstarman/quax/blob/main/src/quax/_trace.py), and the method of the base class raises.
     """
     try:
         from jax._src.core import set_current_trace
@@ -297,7 +300,7 @@ def let_quax_take_custom_vjp() -> None:
     ) -> Any:
         values = [self.to_value(tracer) for tracer in tracers]
         with set_current_trace(self.parent_trace):
-            arrays = [jnp.asarray(value.materialise()) for value in values]  # Python's numbers have no shape
+            arrays = [jnp.asarray(value.materialise()) for value in values]  # Python numbers have no shape
             out = self.parent_trace.process_custom_vjp_call(primitive, fun, fwd, bwd, arrays, **params)
         return [_QuaxTracer(self, _dense(x)) for x in out]
 
@@ -305,8 +308,8 @@ def let_quax_take_custom_vjp() -> None:
         _QuaxTrace.process_custom_vjp_call = process_custom_vjp_call  # pyright: ignore
 
 
-def operation_of_quax() -> str | None:
-    """Returns the name of the primitive that Quax is calling now, or `None` if it calls none."""
+def find_quax_operation() -> str | None:
+    """Returns the name of the primitive that Quax is evaluating, or `None`."""
     frame = sys._getframe(1)
     while frame is not None:
         in_rules = frame.f_globals.get("__name__") == "quax._trace" or frame.f_code.co_name == "process_custom_vjp_call"
@@ -326,18 +329,18 @@ class Line(NamedTuple):
 
 @ft.cache
 def _library_folders() -> tuple[str, ...]:
-    """Returns the folders whose code is not the user's, besides those of JAX and Python."""
+    """Returns the folders of libraries, besides JAX and Python, that are not user code."""
     names = ("eqquant", "beartype", "equinox", "jaxtyping", "plum", "quax")
     found = (importlib.util.find_spec(name) for name in names)
     return tuple(os.path.dirname(spec.origin) + os.sep for spec in found if spec is not None and spec.origin)
 
 
-def _is_users(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     return not file.startswith(("<", *_library_folders()))
 
 
-def line_of_equation(equation: JaxprEqn) -> Line | None:
-    """Returns where an equation of a traced program stands in the user's code, or `None` if unknown."""
+def find_line(equation: JaxprEqn) -> Line | None:
+    """Returns the line of user code of an equation of a traced program; `None` if unknown."""
     return _first_line(equation.source_info.traceback)
 
 
@@ -347,18 +350,18 @@ def _first_line(traceback: Any) -> Line | None:
     except ImportError:  # pragma: no cover
         return None
     lines = (Line(frame.file_name, frame.start_line, frame.function_name) for frame in user_frames(traceback))
-    return next((line for line in lines if _is_users(line.file)), None)
+    return next((line for line in lines if _is_user_file(line.file)), None)
 
 
 def current_line() -> Line | None:
-    """Returns the line of the user's code that JAX runs or traces now, or `None` if unknown.
+    """Returns the line of user code that JAX runs or traces now; `None` if unknown.
 
     In a function under `jit`, it is the line inside the function, also when a transformation traces it again.
     """
     try:
         from jax._src.source_info_util import current, is_user_filename
 
-        # Of an equation that is evaluated again, this is where it was traced first.
+        # For an equation that is evaluated again, this is the line of its first trace.
         found = _first_line(current().traceback)
     except (ImportError, AttributeError, TypeError):  # pragma: no cover
         return None
@@ -366,23 +369,26 @@ def current_line() -> Line | None:
     frame = sys._getframe(1)
     while found is None and frame is not None:
         code = frame.f_code
-        if _is_users(code.co_filename) and is_user_filename(code.co_filename):
+        if _is_user_file(code.co_filename) and is_user_filename(code.co_filename):
             found = Line(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back
     return found
 
 
-def expect_triton_warning() -> None:
-    """Makes Python ignore the deprecation warning of Pallas-Triton, which users of this library cannot act on.
+def ignore_triton_warning() -> None:
+    """Ignores the deprecation warning of Pallas-Triton, which users cannot act on.
 
-    JAX warns when it lowers a kernel, perhaps in a callback of the compiler, where a context manager no longer holds.
-    So call this when a kernel is traced.
+    JAX warns when it lowers a kernel, perhaps in a callback of the compiler, where a context manager has no effect. So
+    call this when a kernel is traced.
     """
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `pallas_triton` at first use, since that takes as long as importing JAX. `None` once JAX drops it."""
+    """Returns `pallas_triton`, imported at first use, or `None` once JAX drops it.
+
+    The import takes as long as importing JAX.
+    """
     if name != "pallas_triton":
         raise AttributeError(name)
     try:

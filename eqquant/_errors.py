@@ -1,4 +1,4 @@
-"""Error messages that suggest a fix: the nearest known name, or the equivalent of another library's argument."""
+"""Error messages that suggest a fix: a similar name, or our word for another library's."""
 
 import difflib
 import functools as ft
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable)
 
 
-# What to do about an error, for those who call functions. The command line has words of its own.
+# Remedies for callers of Python functions. The command line has its own.
 REMEDIES = {
     "not finite": "Replace them, for instance with `jnp.nan_to_num`, or leave this array in float.",
     "does not fit": "Quantize the float array to a format that fits, or write `q.dequantize()`.",
@@ -20,9 +20,9 @@ REMEDIES = {
 
 
 class Message(str):
-    """The text of an error that users can act on, in ways that depend on how they call the library.
+    """An error message whose remedy depends on how the library is called.
 
-    - `problem`: the rule, and what was given.
+    - `problem`: the rule and the value that breaks it.
     - `remedy`: a key of `REMEDIES`.
     """
 
@@ -38,16 +38,16 @@ class Message(str):
         return Message, (self.problem, self.remedy)
 
 
-def a_type(x: Any) -> str:
-    """Returns the name of the type of `x` with its article: a list, an Array."""
+def name_type(x: Any) -> str:
+    """Returns the name of the type of `x` with its article: "a list", "an Array"."""
     name = type(x).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns "Did you mean ...?" with the nearest known name, or an empty string if none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {near[0]!r}?" if near else ""
+    """Returns "Did you mean ...?" with the nearest known name, or "" if none is near."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {matches[0]!r}?" if matches else ""
 
 
 _SPELLINGS = {
@@ -57,34 +57,37 @@ _SPELLINGS = {
 }
 
 
-def spell_format(given: Mapping[str, Any]) -> str:
-    """Says which format the keywords of other libraries mean: `bits=4, group_size=64` is `eqq.Int4(block_size=64)`."""
-    said = {_SPELLINGS[name]: value for name, value in given.items() if name in _SPELLINGS}
-    bits = said.pop("bits", 4)
+def suggest_format(given: Mapping[str, Any]) -> str:
+    """Returns advice with the format that keywords of other libraries mean.
+
+    `bits=4, group_size=64` is `eqq.Int4(block_size=64)`.
+    """
+    arguments = {_SPELLINGS[name]: value for name, value in given.items() if name in _SPELLINGS}
+    bits = arguments.pop("bits", 4)
     if bits not in (2, 3, 4, 5, 6, 8):
         return "The format says that, and integers have 2, 3, 4, 5, 6 or 8 bits: write `eqq.Int4()`, for instance."
-    if said.get("block_size") == -1:
-        said["block_size"] = None
-    fields = ", ".join(f"{name}={value!r}" for name, value in said.items())
+    if arguments.get("block_size") == -1:
+        arguments["block_size"] = None
+    fields = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"The format says that: write `eqq.Int{bits}({fields})`."
 
 
 def check_keywords(cls: type, given: Iterable[str]) -> None:
-    """Raises for a keyword that the constructor of a format does not take, and says what it is called here."""
+    """Raises for a keyword that a format does not take, and suggests our name for it."""
     parameters = inspect.signature(cls).parameters
     unknown = [name for name in given if name not in parameters]
     if unknown and not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        ours = _SPELLINGS.get(unknown[0])
-        hint = f"It is called `{ours}`." if ours in parameters else did_you_mean(unknown[0], parameters)
+        our_name = _SPELLINGS.get(unknown[0])
+        hint = f"It is called `{our_name}`." if our_name in parameters else did_you_mean(unknown[0], parameters)
         takes = f"It takes {', '.join(parameters) or 'no arguments'}."
         raise TypeError(f"`{cls.__name__}` has no argument `{unknown[0]}`. {hint or takes}")
 
 
-FORMAT_KEYWORDS = dict.fromkeys(_SPELLINGS, spell_format)
+FORMAT_KEYWORDS = dict.fromkeys(_SPELLINGS, suggest_format)
 
 
-def teach_keywords(**remedies: str | Callable[[Mapping[str, Any]], str]) -> Callable[[F], F]:
-    """Decorates a function: an unknown keyword raises a `TypeError` that says what to write instead.
+def suggest_keywords(**remedies: str | Callable[[Mapping[str, Any]], str]) -> Callable[[F], F]:
+    """Returns a decorator: an unknown keyword raises a `TypeError` with a suggestion.
 
     `remedies` maps keywords of other libraries to the advice that the error gives, or to a function that makes it from
     all keywords. For any other keyword, the error lists all arguments and suggests the nearest.

@@ -1,7 +1,7 @@
 """Specs, shardings and meshes: reads, aligns and applies them.
 
-A quantized array has a logical sharding, like any array: for each axis, the mesh axes that divide it. In memory, and so
-in the sharding of every leaf, the quantized axis is last. It can be divided only between blocks and packed segments.
+A quantized array has a logical sharding, like any array: the mesh axes that shard each axis. In memory, and so in the
+sharding of every leaf, the quantized axis is last. It can be sharded only between blocks and packed segments.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ._types import PyTree
 
 
-# The mesh axes that divide one dimension, the major one first.
+# The mesh axes that shard one dimension, the major one first.
 Names = tuple[str, ...]
 Sharding = NamedSharding | PartitionSpec
 
@@ -31,7 +31,7 @@ def as_names(entry: object) -> Names:
 
 
 def names_in(spec: PartitionSpec | Sequence[object], ndim: int) -> tuple[Names, ...]:
-    """Returns the mesh axes that divide each dimension. A spec may leave out trailing dimensions."""
+    """Returns the mesh axes of each dimension. A spec may leave out trailing dimensions."""
     return tuple(as_names(entry) for entry in (*spec, *[None] * (ndim - len(spec))))
 
 
@@ -41,7 +41,7 @@ def as_spec(names: Sequence[Names]) -> PartitionSpec:
 
 
 def fit_spec(sharding: Sharding | None, ndim: int) -> Sharding | None:
-    """Fits a sharding to an array that has gained or lost leading axes: aligns the spec with the last axes."""
+    """Returns a sharding for another number of leading axes, aligned with the last axes."""
     if sharding is None:
         return None
     spec = _spec(sharding)
@@ -49,13 +49,13 @@ def fit_spec(sharding: Sharding | None, ndim: int) -> Sharding | None:
 
 
 def permute_spec(sharding: Sharding | None, ndim: int, order: Sequence[int]) -> Sharding | None:
-    """Permutes a sharding as `transpose` permutes its array."""
+    """Returns the sharding of a transposed array."""
     sharding = fit_spec(sharding, ndim)
     return None if sharding is None else _with_entries(sharding, [_spec(sharding)[a] for a in order])
 
 
 def full_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """Extends a spec, which may leave out trailing axes, to all axes."""
+    """Returns a sharding whose spec has an entry for every axis."""
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *[None] * (ndim - len(sharding.spec))))
 
 
@@ -69,18 +69,18 @@ def _with_entries(sharding: Sharding, entries: Sequence[object]) -> Sharding:
 
 
 def on_device(x: jax.Array) -> jax.Array:
-    """Moves an array that lies in host memory (`pinned_host`), where nothing computes, to its devices."""
-    here = jax.typeof(x).memory_space == jax.memory.Space.Device
-    return x if here else jax.device_put(x, jax.memory.Space.Device)
+    """Returns an array in device memory, moved from host memory (`pinned_host`) if needed."""
+    is_on_device = jax.typeof(x).memory_space == jax.memory.Space.Device
+    return x if is_on_device else jax.device_put(x, jax.memory.Space.Device)
 
 
 def as_named(sharding: object, current: object, name: str = "the array") -> NamedSharding:
-    """Puts a spec on the mesh of the array, or else on the mesh of `jax.set_mesh`."""
+    """Returns a spec on the mesh of the array, or else on the mesh of `jax.set_mesh`."""
     if isinstance(sharding, NamedSharding):
         return sharding
     if not isinstance(sharding, PartitionSpec):
         raise TypeError(f"The sharding of {name} must be a NamedSharding or a PartitionSpec. Got {sharding!r}.")
-    mesh = current.mesh if isinstance(current, NamedSharding) else _mesh_that_is_set()
+    mesh = current.mesh if isinstance(current, NamedSharding) else _get_current_mesh()
     if mesh.empty:
         raise ValueError(
             f"The spec {sharding} of {name} needs a mesh. Got an array on none. Pass a `NamedSharding(mesh, spec)`, or "
@@ -95,7 +95,7 @@ def as_named(sharding: object, current: object, name: str = "the array") -> Name
     return NamedSharding(mesh, sharding)
 
 
-def _mesh_that_is_set() -> Mesh | AbstractMesh:
+def _get_current_mesh() -> Mesh | AbstractMesh:
     try:
         return jax.sharding.get_mesh()
     except ValueError:  # inside `jit`, where a mesh has no devices yet
@@ -103,7 +103,7 @@ def _mesh_that_is_set() -> Mesh | AbstractMesh:
 
 
 def place(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Places leaves on devices; for traced leaves, constrains the sharding instead."""
+    """Returns leaves placed on devices. Constrains the sharding of traced leaves instead."""
 
     def put(x: jax.typing.ArrayLike, sharding: NamedSharding) -> jax.Array:
         if is_explicit(sharding.mesh) and isinstance(x, jax.core.Tracer):
@@ -117,12 +117,15 @@ def place(tree: PyTree, shardings: PyTree) -> PyTree:
     return jtu.tree_map(put, tree, shardings)
 
 
-def follow(tree: PyTree, sharding: object) -> PyTree:
-    """Moves arrays on one device to `sharding`, if it is a `NamedSharding`: state must be on the mesh of its model."""
+def move_to_mesh(tree: PyTree, sharding: object) -> PyTree:
+    """Returns arrays moved from one device to `sharding`, if it is a `NamedSharding`.
+
+    The state of an optimizer must be on the mesh of its model.
+    """
 
     def move(x: object) -> object:
-        alone = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and len(x.devices()) == 1
-        return place(x, sharding) if alone else x
+        is_on_one_device = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and len(x.devices()) == 1
+        return place(x, sharding) if is_on_one_device else x
 
     return jtu.tree_map(move, tree) if isinstance(sharding, NamedSharding) else tree
 
@@ -142,16 +145,16 @@ def explicit_mesh(*trees: PyTree) -> Mesh | AbstractMesh | None:
 
 
 def in_auto_mode(function: Callable[..., PyTree], out_shardings: PyTree) -> Callable[..., PyTree]:
-    """Lets the compiler choose shardings inside `function`; its results have `out_shardings`."""
+    """Returns a function in which the compiler chooses shardings, except of the results."""
 
-    def typed(sharding: NamedSharding) -> NamedSharding:
-        # On a mesh with axes of both kinds, types of arrays include only the explicit ones.
+    def keep_explicit_axes(sharding: NamedSharding) -> NamedSharding:
+        # On a mesh with explicit and auto axes, types of arrays include only explicit axes.
         types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
         kept = [tuple(n for n in as_names(entry) if types[n] == AxisType.Explicit) for entry in sharding.spec]
         return NamedSharding(sharding.mesh, as_spec(kept))
 
     context = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
-    partly = AxisType.Manual in context.axis_types  # a `shard_map` over some axes leaves us the others
-    axes = tuple(n for n, kind in kinds.items() if kind == AxisType.Explicit) if partly else None
-    return jax.sharding.auto_axes(function, axes=axes, out_sharding=jtu.tree_map(typed, out_shardings))
+    is_partly_manual = AxisType.Manual in context.axis_types  # a `shard_map` over some axes leaves the others
+    axes = tuple(n for n, kind in kinds.items() if kind == AxisType.Explicit) if is_partly_manual else None
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=jtu.tree_map(keep_explicit_axes, out_shardings))

@@ -1,4 +1,4 @@
-"""The base class of all reports: prints as a table, displays in a notebook, converts to a dictionary or JSON."""
+"""The base class of reports: printed as a table, or converted to a dictionary or JSON."""
 
 import abc
 import dataclasses
@@ -20,16 +20,16 @@ from rich.text import Text
 WIDTH = 80
 
 
-def printable(text: str) -> str:
-    """Returns text of a file with what a terminal would obey, or cannot show, as in its `repr`."""
+def escape_text(text: str) -> str:
+    """Returns text with control and unprintable characters escaped, as in its `repr`."""
     return text if text.isprintable() else repr(text)[1:-1]
 
 
 class Name(Text):
-    """A cell of a table that holds names or formats, and folds where it does not fit."""
+    """A cell of a table with names or formats, which folds if it does not fit."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(printable(name), overflow="fold")
+        super().__init__(escape_text(name), overflow="fold")
 
 
 class Report(abc.ABC):
@@ -47,8 +47,8 @@ class Report(abc.ABC):
         return as_plain(self)
 
     def to_json(self, indent: int | None = None) -> str:
-        """Returns `to_dict()` as JSON. Infinity and NaN, which JSON cannot represent, become `null`."""
-        return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False)
+        """Returns `to_dict()` as JSON, with `null` for infinity and NaN."""
+        return json.dumps(_replace_not_finite(self.to_dict()), indent=indent, allow_nan=False)
 
     def __str__(self) -> str:
         console = _console(self)
@@ -67,26 +67,31 @@ class Report(abc.ABC):
 
 
 def _console(report: Report, **kwargs: Any) -> Console:
-    return Console(width=max(WIDTH, _least_width(report.__rich__())), **kwargs)
+    return Console(width=max(WIDTH, _find_min_width(report.__rich__())), **kwargs)
 
 
-def _least_width(shown: RenderableType) -> int:
-    """Returns the smallest width that truncates no number, and leaves names 16 columns to fold into, and text 12."""
-    if isinstance(shown, Group):
-        return max(map(_least_width, shown.renderables))
-    if not isinstance(shown, Table):
+def _find_min_width(renderable: RenderableType) -> int:
+    """Returns the smallest width that truncates no number.
+
+    Names fold into at least 16 columns, and text into 12.
+    """
+    if isinstance(renderable, Group):
+        return max(map(_find_min_width, renderable.renderables))
+    if not isinstance(renderable, Table):
         return 0
 
-    def least(cell: RenderableType, folds: bool) -> int:
+    def cell_width(cell: RenderableType, folds: bool) -> int:
         width = cell.cell_len if isinstance(cell, Text) else Text.from_markup(str(cell)).cell_len
         return min(width, 16) if isinstance(cell, Name) else min(width, 12) if folds else width
 
-    widths = [max(least(cell, not c.no_wrap) for cell in (c.header, *c.cells, c.footer)) for c in shown.columns]
+    widths = [
+        max(cell_width(cell, not c.no_wrap) for cell in (c.header, *c.cells, c.footer)) for c in renderable.columns
+    ]
     return sum(widths) + 3 * (len(widths) - 1)
 
 
 def as_plain(x: Any) -> Any:
-    """Converts a value to plain Python: reports and rows to dictionaries, arrays to lists, formats to their `repr`."""
+    """Returns a value as plain Python: dictionaries, lists, numbers, `repr`s of formats."""
     if dataclasses.is_dataclass(x) and not isinstance(x, eqx.Module):
         # Fields with `repr=False` hold the data of plots, not results.
         return _plain_attributes(x, [f.name for f in dataclasses.fields(x) if f.repr])
@@ -108,16 +113,16 @@ def _plain_attributes(x: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name.partition(".")[0]: as_plain(operator.attrgetter(name)(x)) for name in (*names, *derived)}
 
 
-def _finite(x: Any) -> Any:
+def _replace_not_finite(x: Any) -> Any:
     if isinstance(x, dict):
-        return {key: _finite(value) for key, value in x.items()}
+        return {key: _replace_not_finite(value) for key, value in x.items()}
     if isinstance(x, list):
-        return [_finite(item) for item in x]
+        return [_replace_not_finite(item) for item in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def show_bytes(nbytes: int) -> str:
-    """Formats a size for people: 512 B, 38.40 KB, 2.68 MB. A kilobyte is 1000 bytes."""
+    """Returns a size as text: 512 B, 38.40 KB, 2.68 MB. A kilobyte is 1000 bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:,.{2 if nbytes < 100 * size else 0}f} {unit}"
@@ -125,7 +130,7 @@ def show_bytes(nbytes: int) -> str:
 
 
 def show_change(before: int, after: int) -> str:
-    """Formats two sizes, and how much smaller, or larger, the second is."""
+    """Returns two sizes as text, and their ratio."""
     ratio, word = (before / max(after, 1), "smaller") if after <= before else (after / max(before, 1), "larger")
     share = abs(after - before) / max(before, 1)
     if ratio >= 1.05:
@@ -136,7 +141,7 @@ def show_change(before: int, after: int) -> str:
 
 
 def report_table(*headers: str, text: int = 1) -> Table:
-    """Makes a table whose first `text` columns hold text, which wraps; the others hold numbers, which never wrap."""
+    """Returns a table with `text` columns of text, which wraps, and then columns of numbers."""
     table = Table(*headers, box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in table.columns[:text]:
         column.overflow = "fold"

@@ -1,6 +1,6 @@
-"""Reproduces the figures of the systems that the reference values of the tests come from.
+"""Reproduces figures of other systems, the reference values of the tests.
 
-Nothing in the library uses it, and `import eqquant` does not load it: write `import eqquant.reference`.
+No module of the library uses it, and `import eqquant` does not load it: write `import eqquant.reference`.
 """
 
 import math
@@ -21,7 +21,7 @@ from ._numerics.integers import affine_scale, affine_zero_point, decode_integer,
 from ._numerics.packing import num_planes
 from ._numerics.rounding import round_half_away
 from .analysis._comparison import Benchmark, Comparison, run_benchmark
-from .analysis._error import quantization_mse, Real, rows_of, sorted_levels, Values
+from .analysis._error import align_rows, list_levels, quantization_mse, Real, Values
 from .analysis._outliers import outlier_impact as outlier_impact, OutlierImpact as OutlierImpact
 
 
@@ -54,8 +54,7 @@ def integer_format(
     **Arguments:**
 
     - `bits`: the width of a code, from 2 to 8.
-    - `block_size`: how many values share a scale; `None` for one scale per channel, `"tensor"` for one scale for the
-        whole array.
+    - `block_size`: the number of values that share a scale; `None` for per-channel, `"tensor"` for per-tensor.
     - `symmetric`: whether zero is always the middle code. Otherwise each block has a zero point.
     - `rounding`: how to round ties: `"half_even"`, as everywhere in JAX, or `"half_away"` from zero, as in C.
 
@@ -73,11 +72,11 @@ def integer_format(
         raise ValueError(f"`symmetric` must be True or False. Got {symmetric!r}.")
     if rounding not in ("half_even", "half_away"):
         raise ValueError(f'`rounding` must be "half_even" or "half_away". Got {rounding!r}.')
-    ours = {8: Int8, 6: Int6, 5: Int5, 4: Int4, 3: Int3, 2: Int2}.get(int(bits))
-    # Symmetric Int2 and Int3 use all their levels, unlike the rule above.
-    same = rounding == "half_even" and (bits > 3 or not symmetric)
-    if ours is not None and same and _fills_bytes(int(bits), block_size):
-        return ours(block_size=block_size, symmetric=symmetric)
+    format_class = {8: Int8, 6: Int6, 5: Int5, 4: Int4, 3: Int3, 2: Int2}.get(int(bits))
+    # Symmetric Int2 and Int3 use all levels, unlike the rule above.
+    has_equal_levels = rounding == "half_even" and (bits > 3 or not symmetric)
+    if format_class is not None and has_equal_levels and _fills_bytes(int(bits), block_size):
+        return format_class(block_size=block_size, symmetric=symmetric)
     return _Integer(width=int(bits), block_size=block_size, symmetric=symmetric, rounding=rounding)
 
 
@@ -121,14 +120,15 @@ class _Integer(AbstractAffineFormat):
         return f"integer_format({self.width}, {block}, symmetric={self.symmetric}, {rounding})"
 
 
-# Weights that a few lines in any language generate
+# Weights that are easy to generate in any language
 
 
 def lcg_gaussian(size: int, mean: Real = 0.0, std: Real = 1.0, *, seed: int) -> Float[np.ndarray, " size"]:
-    r"""Generates normally distributed values, equal in any language up to the rounding of `log` and `cos`.
+    r"""Returns normally distributed values, reproducible in any language.
 
-    The state starts at `seed` and follows $s \leftarrow (1103515245\, s + 12345) \bmod 2^{31}$, with
-    $u = s / 2^{31}$. Two draws give a value: $\sqrt{-2 \ln u_1} \cos 2 \pi u_2$, in float32.
+    They are equal up to the rounding of `log` and `cos`. The state starts at `seed` and follows $s \leftarrow
+    (1103515245\, s + 12345) \bmod 2^{31}$, with $u = s / 2^{31}$. Two draws give a value: $\sqrt{-2 \ln u_1} \cos 2 \pi
+    u_2$, in float32.
 
     !!! Example
 
@@ -153,7 +153,7 @@ def lcg_gaussian(size: int, mean: Real = 0.0, std: Real = 1.0, *, seed: int) -> 
 
 
 def lcg_uniform(size: int, low: Real = -1.0, high: Real = 1.0, *, seed: int) -> Float[np.ndarray, " size"]:
-    """Generates uniformly distributed values with the generator of [`eqquant.reference.lcg_gaussian`][].
+    """Returns uniform values from the generator of [`eqquant.reference.lcg_gaussian`][].
 
     !!! Example
 
@@ -176,7 +176,7 @@ def lcg_uniform(size: int, low: Real = -1.0, high: Real = 1.0, *, seed: int) -> 
 
 
 def lcg_outliers(size: int, rate: Real = 0.01, magnitude: Real = 10.0, *, seed: int) -> Float[np.ndarray, " size"]:
-    """Generates the values of [`eqquant.reference.lcg_gaussian`][], and replaces some by outliers.
+    """Returns values of [`eqquant.reference.lcg_gaussian`][], with some outliers.
 
     A second sequence, from `seed + 12345` on, gives the index and the sign of each outlier: plus if the state is even.
 
@@ -199,13 +199,13 @@ def lcg_outliers(size: int, rate: Real = 0.01, magnitude: Real = 10.0, *, seed: 
     """
     values, states = lcg_gaussian(size, seed=seed), _states(seed + 12345)
     for _ in range(int(size * rate)):
-        place = next(states) % size
-        values[place] = magnitude if next(states) % 2 == 0 else -magnitude
+        index = next(states) % size
+        values[index] = magnitude if next(states) % 2 == 0 else -magnitude
     return values
 
 
 def lcg_channels(channels: int, size: int, spread: Real = 5.0, *, seed: int) -> Float[np.ndarray, "channels size"]:
-    """Generates channels of growing spread. The states of a sequence from `seed` on seed the channels.
+    """Returns channels of growing spread, each seeded by a state of the sequence from `seed`.
 
     !!! Example
 
@@ -244,12 +244,11 @@ def _uniform(seed: int, size: int) -> Float32[np.ndarray, " size"]:
 
 
 def run_suite(size: int = 4096) -> Comparison:
-    """Runs eleven benchmarks of symmetric integers, the same on every machine.
+    """Returns eleven benchmarks of symmetric integers, the same on every machine.
 
     Four and eight bits on normally distributed values; eight bits on uniform values, on values with outliers and on
-    sixteen channels of growing spread; with one scale, one for each channel, and one for each group of 32. An array of
-    `n` values has channels of about the length of its square root, and the last may be shorter. Ties round away from
-    zero.
+    sixteen channels of growing spread; per tensor, per channel, and per group of 32. An array of `n` values has
+    channels of about the length of its square root, and the last may be shorter. Ties round away from zero.
 
     !!! Example
 
@@ -297,7 +296,7 @@ def run_suite(size: int = 4096) -> Comparison:
 
 
 def theoretical_sqnr(bits: int, signal: Literal["uniform", "sine"] = "uniform") -> float:
-    r"""Computes the theoretical signal-to-noise ratio, in dB, of integers whose range is exactly that of the signal.
+    r"""Returns the theoretical SQNR, in dB, of integers with exactly the range of the signal.
 
     Two formulas are common: $6.02\,b$ for uniformly distributed values, and $6.02\,b + 1.76$ for a sine, which spends
     more time near its peaks. Real weights have tails, and a lower ratio than both.
@@ -333,7 +332,7 @@ def theoretical_sqnr(bits: int, signal: Literal["uniform", "sine"] = "uniform") 
 
 
 def theoretical_max_error(q: QuantizedArray) -> float:
-    """Computes the largest possible rounding error: half the widest step between two levels, times the largest scale.
+    """Returns the largest possible rounding error: half the widest step, scaled.
 
     The bound holds for formats whose levels span the range of their block: Int8, Int4, NF4 and every affine format.
     Formats that clip, such as Int2, Ternary and Binary, may exceed it.
@@ -352,12 +351,14 @@ def theoretical_max_error(q: QuantizedArray) -> float:
 
     The bound, as an absolute error.
     """
-    steps = np.diff(sorted_levels(q.format))
+    steps = np.diff(list_levels(q.format))
     return float(steps.max(initial=0) / 2 * np.abs(np.asarray(q.scale)).max(initial=0))
 
 
 def accuracy_retention(before: Real, after: Real) -> float:
-    """Computes the ratio of two errors or losses in percent: the smaller over the larger. 100 means no change.
+    """Returns the ratio of two errors or losses in percent: the smaller over the larger.
+
+    100 means no change.
 
     !!! Example
 
@@ -385,7 +386,7 @@ def accuracy_retention(before: Real, after: Real) -> float:
 
 
 class ScaleSensitivity(NamedTuple):
-    """How the error changes with the scales. Made by [`eqquant.reference.scale_sensitivity`][].
+    """How the error changes with the scales, from [`eqquant.reference.scale_sensitivity`][].
 
     - `mse`, `changed_mse`: the mean squared error before and after all scales change.
     - `sensitivity`: its relative change per change of the scales.
@@ -397,7 +398,7 @@ class ScaleSensitivity(NamedTuple):
 
 
 def scale_sensitivity(x: Values, q: QuantizedArray, change: Real = 0.1) -> ScaleSensitivity:
-    r"""Measures how the error changes if all scales are a little too large or too small.
+    r"""Returns how the error changes if all scales are slightly too large or too small.
 
     With mean squared errors $e_0$ before and $e_1$ after, the sensitivity is $|e_1 - e_0| / (|\delta| e_0)$.
 
@@ -424,7 +425,7 @@ def scale_sensitivity(x: Values, q: QuantizedArray, change: Real = 0.1) -> Scale
     if not (-1 < change < math.inf) or change == 0:
         raise ValueError(f"`change` must be above -1 and not zero. Got {change}. It is a share: 0.1 for 10 % more.")
     before = quantization_mse(x, q)
-    rows, scale, zero = rows_of(x, q)
+    rows, scale, zero = align_rows(x, q)
     scale = scale * (1 + change)
     codes = q.format.encode(divide(rows, scale) + zero)
     after = quantization_mse(rows, ((q.format.decode(codes) - zero) * scale).astype(q.dtype))

@@ -72,7 +72,7 @@ def parse_format(text: str) -> eqq.extend.AbstractFormat:
         raise ValueError(f"{name} takes {fields}. Got {text!r}.") from None
 
 
-# The format without `--format`, by whose layout is written: 4 bits in blocks of 64 or 32.
+# The default format of each layout: 4 bits in blocks of 64 or 32.
 _DEFAULTS = {None: "nf4", "bitsandbytes": "nf4", "compressed-tensors": "int4", "gptq": "int4", "mlx": "mlx"}
 _DEFAULTS |= {"gguf": "q4_0"}
 
@@ -80,7 +80,7 @@ _DEFAULTS |= {"gguf": "q4_0"}
 def format_of(
     format: str | None, bits: int | None, group_size: int | None, dialect: str | None = None
 ) -> eqq.extend.AbstractFormat:
-    """Returns the format of `--format`, or of `--bits` and `--group-size`, or the one that suits `--dialect`."""
+    """Returns the format of `--format`, or `--bits` and `--group-size`, or the default of `--dialect`."""
     if format is not None and (bits is not None or group_size is not None):
         spelled = f"--format '{format}(block_size={group_size or 64})'"
         raise typer.BadParameter(f"--format says both already. Write {spelled}, or --bits without --format.")
@@ -96,19 +96,19 @@ def format_of(
     return parse_format(f"mlx({bits}, {block_size})" if dialect == "mlx" else f"int{bits}({block_size})")
 
 
-# Loaders of these put quantized weights into linear layers alone, and of these not into the last.
+# Loaders of these layouts support quantized weights in linear layers only, except in the last.
 _LINEAR_ALONE = {"bitsandbytes", "compressed-tensors", "gptq"}
 _OTHERS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
 
 
-def rules_of(
+def parse_rules(
     format: eqq.extend.AbstractFormat | None,
     rule: Sequence[str],
     skip: Sequence[str],
     names: Iterable[str] = (),
     dialect: str | None = None,
 ) -> dict[str, eqq.extend.AbstractFormat | None]:
-    """Returns the rules of `--skip` and `--rule`, in this order, and then `format`, if there is one, for all others.
+    """Returns the rules of `--skip`, then of `--rule`, and then `format` for all others.
 
     Embeddings and the last layer among the weights `names` stay in float if the library `dialect` loads them only so.
     """
@@ -131,7 +131,7 @@ def left(names: Iterable[str], rules: Iterable[str]) -> list[str]:
 
 
 def check_patterns(names: Iterable[str], rule: Sequence[str], skip: Sequence[str]) -> None:
-    """Raises for a pattern of `--skip` or `--rule` that matches no array, because that is a mistake."""
+    """Raises for a pattern of `--skip` or `--rule` that matches no array."""
     names = list(names)
     given = [("--skip", pattern) for pattern in skip] + [
         ("--rule", text.partition("=")[0]) for text in rule if "=" in text
@@ -149,8 +149,8 @@ def check_patterns(names: Iterable[str], rule: Sequence[str], skip: Sequence[str
             raise ValueError(f"{option} '{pattern}' matches none of the {len(names)} arrays: {shown}.{hint}")
 
 
-def weights_of(checkpoint: eqq.io.Checkpoint) -> list[str]:
-    """Returns the names of the arrays that a format for everything quantizes. Raises if there are none."""
+def list_weights(checkpoint: eqq.io.Checkpoint) -> list[str]:
+    """Returns the names of the weights of a checkpoint. Raises if there are none."""
     import eqquant as eqq
     from eqquant.io._convert import skeleton
 
@@ -164,7 +164,7 @@ def weights_of(checkpoint: eqq.io.Checkpoint) -> list[str]:
     return [leaf.path for leaf in plan.leaves if leaf.format is not None]
 
 
-def method_of(name: str | None) -> eqq.extend.AbstractMethod | None:
+def parse_method(name: str | None) -> eqq.extend.AbstractMethod | None:
     """Returns the method of a name: absmax, mse or hqq."""
     import eqquant as eqq
 
@@ -175,7 +175,7 @@ def method_of(name: str | None) -> eqq.extend.AbstractMethod | None:
 
 
 def choose_dialect(dialect: str | None, path: Path) -> str | None:
-    """Returns the layout of `--dialect`, or the one that the name of the output means; `None` for our own."""
+    """Returns the layout of `--dialect` or of the suffix of the output; `None` for our own."""
     if dialect not in (None, *DIALECTS):
         raise typer.BadParameter(f"--dialect must be {', '.join(DIALECTS)}. Got {dialect!r}.")
     if path.suffix != ".gguf":
@@ -186,20 +186,20 @@ def choose_dialect(dialect: str | None, path: Path) -> str | None:
 
 
 def check_checkpoint(path: Path, source: eqq.io.Checkpoint, dialect: str | None, force: bool) -> None:
-    """Raises unless a checkpoint may be written there, in the layout `dialect`."""
+    """Raises unless a checkpoint may be written to `path`, in the layout `dialect`."""
     suffix = {None: ".safetensors" if _names_file(path) else "", "gguf": ".gguf"}.get(dialect, "")
     check_output(path, suffix, force, source)
 
 
 def _names_file(path: Path) -> bool:
-    """Whether a path ends as files do: in letters, unlike the folder `Llama-3.2-1B-nf4`."""
+    """Whether a path has the suffix of a file: letters, unlike the folder `Llama-3.2-1B-nf4`."""
     return path.suffix[1:].isalpha()
 
 
 def write_checkpoint(
     source: eqq.io.Checkpoint, path: Path, rules: Rules | None = None, *, dialect: str | None, **options: Any
 ) -> TreeReport:
-    """Converts a checkpoint to a file or folder, which is one of ours without `dialect`. Returns the report."""
+    """Writes a checkpoint to a file or folder, in our layout without `dialect`. Returns the report."""
     import eqquant as eqq
     from eqquant.io._convert import convert_into
 
@@ -212,7 +212,7 @@ DIALECTS = ("gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx")
 
 
 def check_output(path: Path, suffix: str, force: bool, *sources: eqq.io.Checkpoint) -> None:
-    """Raises unless a file may be written there, or without a suffix a folder: before anything is computed.
+    """Raises unless a file, or a folder without a suffix, may be written to `path`.
 
     No file that `sources` are read from may be replaced, under any of its names.
     """
@@ -235,7 +235,7 @@ def check_output(path: Path, suffix: str, force: bool, *sources: eqq.io.Checkpoi
 
 
 def _files(source: eqq.io.Checkpoint) -> set[Path]:
-    """Returns the path of a checkpoint, and those of the files that its arrays are read from."""
+    """Returns the paths of a checkpoint and of all files that its arrays are read from."""
     return {Path(source.path), *(t.file.path for item in source.items_by_name.values() for t in item.tensors)}
 
 

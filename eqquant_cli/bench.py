@@ -38,14 +38,14 @@ def bench(
     w = jax.random.normal(jax.random.key(0), (size, size))
     picked = [parse_format(f) for f in formats or ("nf4", "int4", "int8")]
     weights = {repr(f): eqq.quantize(w, f) for f in picked}
-    speed = _copy_speed()
+    speed = _measure_copy_speed()
     typer.echo(f"{_machine()}, JAX {jax.__version__}; copies {speed / 1e9:.1f} GB/s")
     width = max(map(len, ("float32", *weights)))
     typer.echo(f"{'rows':>5}  {'weight':<{width}} {'ms':>8} {'x float32':>10} {'of copy':>8}  computed by")
     for m in rows or (1, 16, 128):
         x = jax.random.normal(jax.random.key(1), (size,) if m == 1 else (size, m))
         variants: dict[str, jax.Array | eqq.QuantizedArray] = {"float32": w, **weights}
-        seconds = _interleaved({name: lambda q=q, x=x: dot(q, x) for name, q in variants.items()}, rounds)
+        seconds = _measure_interleaved({name: lambda q=q, x=x: dot(q, x) for name, q in variants.items()}, rounds)
         for name, q in variants.items():
             ratio = np.median(seconds[name] / seconds["float32"])
             share = q.nbytes / float(np.median(seconds[name])) / speed
@@ -67,8 +67,8 @@ def _machine() -> str:
     return f"{model or platform.machine()}, {os.cpu_count()} cores"
 
 
-def _copy_speed() -> float:
-    """Returns the bytes per second that a copy reads, of arrays that no cache holds."""
+def _measure_copy_speed() -> float:
+    """Returns the read bandwidth of a copy in bytes per second, for arrays beyond the caches."""
     import numpy as np
 
     a = np.ones(1 << 27, np.uint8)
@@ -77,7 +77,7 @@ def _copy_speed() -> float:
     return a.nbytes / best
 
 
-def _interleaved(variants: dict[str, Callable[[], "jax.Array"]], rounds: int) -> "dict[str, np.ndarray]":
+def _measure_interleaved(variants: dict[str, Callable[[], "jax.Array"]], rounds: int) -> "dict[str, np.ndarray]":
     import jax
     import numpy as np
 

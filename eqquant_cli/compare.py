@@ -43,10 +43,10 @@ def compare(
                 f"The picture must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}. Got {str(plot)!r}."
             )
         check_output(plot, plot.suffix, force, one, other)
-    shared = _shared(one, other)
-    if not shared:  # a folder and the file that was made of it for llama.cpp
-        one, other = _renamed(one, other), _renamed(other, one)
-        shared = _shared(one, other)
+    shared = _list_common(one, other)
+    if not shared:  # a folder, and its conversion for llama.cpp
+        one, other = _rename_paths(one, other), _rename_paths(other, one)
+        shared = _list_common(one, other)
     if not shared:
         raise ValueError(f"{b} must have arrays of the names of {a}. Got none, such as {next(iter(other), 'none')!r}.")
     rows: list[dict[str, Any]] = []
@@ -83,13 +83,13 @@ def compare(
         typer.echo(f"{len(missing)} arrays are in one of them only: {', '.join(missing[:10])}")
 
 
-def _shared(one: Iterable[str], other: Iterable[str]) -> list[str]:
+def _list_common(one: Iterable[str], other: Iterable[str]) -> list[str]:
     theirs = set(other)  # `in` of a mapping would read each array
     return [name for name in one if name in theirs]
 
 
-def _renamed(checkpoint: "eqq.io.Checkpoint", other: "eqq.io.Checkpoint") -> "eqq.io.Checkpoint | LazyMapping":
-    """Returns a checkpoint, by the names of llama.cpp if the other one is a GGUF file."""
+def _rename_paths(checkpoint: "eqq.io.Checkpoint", other: "eqq.io.Checkpoint") -> "eqq.io.Checkpoint | LazyMapping":
+    """Returns a checkpoint, with the names of llama.cpp if `other` is a GGUF file."""
     from eqquant.io._llama_cpp import for_llama_cpp
 
     return for_llama_cpp(checkpoint, checkpoint)[0] if other.dialect == "gguf" else checkpoint

@@ -26,5 +26,5 @@ def convert(
     dialect = arguments.choose_dialect(dialect, output)
     arguments.check_checkpoint(output, checkpoint, dialect, force)
     with Progress("Converting", len(checkpoint)) as progress:
-        report = arguments.write_checkpoint(checkpoint, output, dialect=dialect, each=progress.counted)
+        report = arguments.write_checkpoint(checkpoint, output, dialect=dialect, each=progress.advance)
     typer.echo(f"{output}: {progress.headline(checkpoint.nbytes, report)}")

@@ -29,16 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(0)
     except Exception as e:
         _handle(e, debug)
-    if code == 130:  # what typer makes of Ctrl-C
+    if code == 130:  # typer's code for Ctrl-C
         _stop("stopped. No file was written.", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _handle(e: Exception, debug: bool) -> NoReturn:
     """Prints an error as a sentence, without a traceback."""
-    if _is_of(e, "Abort"):
+    if _is_click_error(e, "Abort"):
         _stop("stopped. No file was written.", 130)
-    if _is_of(e, "UsageError") or _is_of(e, "Exit"):
+    if _is_click_error(e, "UsageError") or _is_click_error(e, "Exit"):
         show: Callable[[], None] = getattr(e, "show", lambda: None)
         show()
         sys.exit(getattr(e, "exit_code", 2))
@@ -55,7 +55,7 @@ def _handle(e: Exception, debug: bool) -> NoReturn:
     _stop(str(text) if known else f"{text}\nThis is a mistake of eqquant: `--debug` shows where.", 1)
 
 
-# What to do about an error, for those who do not call functions.
+# Remedies for users of the command line.
 _REMEDIES = {
     "not finite": "Replace them, or leave this array in float with --skip.",
     "does not fit": "Quantize the float array to a format that fits, or leave it in float with --skip.",
@@ -64,13 +64,13 @@ _REMEDIES = {
 }
 
 
-def _is_of(e: Exception, name: str) -> bool:
-    """Whether an error is one of click's, which typer brings in one way or another."""
+def _is_click_error(e: Exception, name: str) -> bool:
+    """Whether an error is a class of click, which typer imports or vendors."""
     return any(cls.__name__ == name and "click" in cls.__module__ for cls in type(e).__mro__)
 
 
 def _warner() -> Callable[..., None]:
-    """Returns what prints warnings as sentences, each once: a command may plan before it quantizes."""
+    """Returns a function that prints each warning once, as a sentence."""
     said: set[str] = set()
 
     def say(message: Warning | str, *_: object, **__: object) -> None:

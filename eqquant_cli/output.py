@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int]) -> None:
-    """Prints a table, as wide as the terminal; where there is none, as wide as it is."""
+    """Prints a table, as wide as the terminal, or unlimited without a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -45,7 +45,7 @@ def draw_errors(errors: Mapping[str, float]) -> Figure:
 
 
 class Progress:
-    """A bar on standard error, where that is a terminal. Remembers the array of largest error."""
+    """A progress bar on standard error, if it is a terminal. Records the array with the worst error."""
 
     def __init__(self, what: str, total: int) -> None:
         from rich.console import Console
@@ -66,22 +66,22 @@ class Progress:
         if self._shows:
             self._bar.stop()
 
-    def counted(self, name: str, before: Values, after: Values) -> None:
+    def advance(self, name: str, before: Values, after: Values) -> None:
         """Advances the bar."""
         del name, before, after
         self._bar.advance(self._task)
 
-    def measured(self, name: str, before: Values, after: Values) -> None:
-        """Advances the bar, and measures the error of an array that was quantized."""
+    def advance_and_measure(self, name: str, before: Values, after: Values) -> None:
+        """Advances the bar, and measures the error of a quantized array."""
         import eqquant as eqq
 
         if eqq.is_quantized(after) and before is not after:
             error = eqq.analysis.analyze_error(before, after)
             self.worst = max(self.worst or (0.0, ""), (error.relative_l2, name))
-        self.counted(name, before, after)
+        self.advance(name, before, after)
 
     def headline(self, before: int, report: TreeReport) -> str:
-        """Returns one line: the sizes, bits per weight, and the array of largest error."""
+        """Returns one line: the sizes, bits per weight, and the array with the worst error."""
         from eqquant._report import show_change
 
         line = f"{show_change(before, report.nbytes)}, {report.bits:.2f} bits per weight"

@@ -7,7 +7,7 @@ from typing import Annotated, TYPE_CHECKING
 
 import typer
 
-from .arguments import Axis, Json, left, method_of, open_source, parse_format, Rules, Source, weights_of
+from .arguments import Axis, Json, left, list_weights, open_source, parse_format, parse_method, Rules, Source
 
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ def plan(
 
     Example: eqquant plan model.safetensors --budget 4.2
     """
-    chosen = plan_of(open_source(source), budget, axis, method_of(method), formats)
+    chosen = make_plan(open_source(source), budget, axis, parse_method(method), formats)
     typer.echo(chosen.to_json(indent=1) if json else chosen)
 
 
-# What a budget chooses from, by whose layout is written.
+# The options of a budget, by layout.
 _CANDIDATES = {
     "gguf": ("q2_k", "q3_k", "q4_0", "iq4_xs", "q4_k", "q5_0", "q5_k", "q6_k", "q8_0"),
     "bitsandbytes": ("nf4", "int8"),
@@ -46,10 +46,10 @@ _CANDIDATES = {
     "gptq": ("int2(64)", "int3(64)", "int4(64)", "int8(64)"),
     "mlx": (*(f"mlx({bits}, {size})" for bits in (2, 3, 4, 5, 6) for size in (128, 64)), "mlx(8)"),
 }
-_ALIKE = ("bitsandbytes", "gptq")  # these have one format for all that is quantized
+_ALIKE = ("bitsandbytes", "gptq")  # layouts with a single format for all quantized weights
 
 
-def plan_of(
+def make_plan(
     checkpoint: "eqq.io.Checkpoint",
     budget: float,
     axis: int | None,
@@ -58,7 +58,7 @@ def plan_of(
     dialect: str | None = None,
     rules: Rules | None = None,
 ) -> "BitPlan":
-    """Returns the plan for the weights that no rule matches, having read one array at a time.
+    """Returns the plan for the weights that no rule matches. Reads one array at a time.
 
     The weights that rules quantize count too, so that all that is quantized stays within the budget.
     """
@@ -68,11 +68,11 @@ def plan_of(
     from eqquant.io._convert import skeleton
 
     options, rules = _options(formats, dialect), rules or {}
-    shapes, weights = skeleton(checkpoint), left(weights_of(checkpoint), rules)
+    shapes, weights = skeleton(checkpoint), left(list_weights(checkpoint), rules)
     ruled = []
     if any(rules.values()):
         ruled = [leaf for leaf in eqq.plan_tree(shapes, rules, axis=axis).leaves if leaf.format]
-    rows = _measured(checkpoint, shapes, weights, options, axis, method, dialect)
+    rows = _measure_sensitivity(checkpoint, shapes, weights, options, axis, method, dialect)
     given, size = sum(leaf.nbytes for leaf in ruled), sum(row.size for row in rows)
     total = size + sum(math.prod(leaf.shape) for leaf in ruled)
     mixes = [[f] for f in options] if dialect in _ALIKE else [options]
@@ -107,7 +107,7 @@ def _options(formats: list[str] | None, dialect: str | None) -> "list[eqq.extend
     return list(dict.fromkeys(map(parse_format, spelled) if spelled else ALL_WIDTHS))
 
 
-def _measured(
+def _measure_sensitivity(
     checkpoint: "eqq.io.Checkpoint",
     shapes: "PyTree",
     weights: list[str],
@@ -116,7 +116,7 @@ def _measured(
     method: "eqq.extend.AbstractMethod | None",
     dialect: str | None,
 ) -> "list[LeafSensitivity]":
-    """Returns the errors of each weight in the formats that the layout `dialect` can hold it in."""
+    """Returns the errors of each weight in the formats that the layout `dialect` supports for it."""
     import eqquant as eqq
     from eqquant._tree.leaves import named_leaves
     from eqquant.analysis import weight_sensitivity
@@ -137,20 +137,20 @@ def _measured(
 
         def read(name: str) -> "jax.Array":
             x = eqq.dequantize(checkpoint[name])
-            progress.counted(name, x, x)
+            progress.advance(name, x, x)
             return x
 
         def where(tree: "PyTree") -> "PyTree":
             return [leaf.value for leaf in named_leaves(tree) if leaf.path in wanted]
 
         report = weight_sensitivity(shapes, options, where=where, axis=axis, method=method, read=read)
-    # The method is one of the whole command, so that formats are enough.
+    # The whole command has one method, so formats are enough.
     rows = [dataclasses.replace(row, formats=tuple(options)) for row in report.leaves]
     return [_only(row, [f for f in options if row.paths[0] in fits[f]]) for row in rows]
 
 
 def _only(row: "LeafSensitivity", formats: "Collection[eqq.extend.AbstractFormat]") -> "LeafSensitivity":
-    """Returns what was measured of a weight with some of the formats."""
+    """Returns the sensitivity of a weight for some of the formats."""
     kept = [n for n, f in enumerate(row.formats) if f in formats]
     pick = lambda values: tuple(values[n] for n in kept)
     return dataclasses.replace(row, formats=pick(row.formats), nbytes=pick(row.nbytes), losses=pick(row.losses))

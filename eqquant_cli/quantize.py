@@ -37,20 +37,20 @@ def quantize(
     checkpoint = arguments.open_source(source)
     dialect = arguments.choose_dialect(dialect, output)
     arguments.check_checkpoint(output, checkpoint, dialect, force)
-    found_by = arguments.method_of(method)
+    found_by = arguments.parse_method(method)
     arguments.check_patterns(checkpoint, rule or (), skip or ())
-    weights = arguments.weights_of(checkpoint)
+    weights = arguments.list_weights(checkpoint)
     if budget is not None:
         if format is not None or bits is not None or group_size is not None:
             raise typer.BadParameter("--budget chooses the formats. Leave out --format, --bits and --group-size.")
-        from .plan import plan_of
+        from .plan import make_plan
 
-        rules = arguments.rules_of(None, rule or (), skip or (), weights, dialect)
+        rules = arguments.parse_rules(None, rule or (), skip or (), weights, dialect)
         if arguments.left(weights, rules):
-            rules = {**rules, **plan_of(checkpoint, budget, axis, found_by, dialect=dialect, rules=rules)}
+            rules = {**rules, **make_plan(checkpoint, budget, axis, found_by, dialect=dialect, rules=rules)}
     else:
         found = arguments.format_of(format, bits, group_size, dialect)
-        rules = arguments.rules_of(found, rule or (), skip or (), weights, dialect)
+        rules = arguments.parse_rules(found, rule or (), skip or (), weights, dialect)
     if dry_run:
         from eqquant.io._convert import plan
 
@@ -61,6 +61,6 @@ def quantize(
         return
     with Progress("Quantizing", len(checkpoint)) as progress:
         report = arguments.write_checkpoint(
-            checkpoint, output, rules, axis=axis, method=found_by, dialect=dialect, each=progress.measured
+            checkpoint, output, rules, axis=axis, method=found_by, dialect=dialect, each=progress.advance_and_measure
         )
     typer.echo(f"{output}: {progress.headline(checkpoint.nbytes, report)}")

@@ -41,7 +41,7 @@ class Norm(eqq.extend.AbstractScaleMethod):
         return jax.tree_util.tree_map(lambda x: jnp.take_along_axis(x, best, axis=0)[0], tuple(found))
 
 
-# %% One array: the format stays what it was
+# %% One array: the format does not change
 w = jr.t(jr.key(0), 3.0, (256, 1024))  # heavy tails
 q = eqq.quantize(w, "int4", method=Norm())
 assert q.format == eqq.Int4()

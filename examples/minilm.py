@@ -152,7 +152,7 @@ def load_model() -> Encoder:
 
 
 def tokenize(sentences: Sequence[str], length: int) -> tuple[Int[Array, "batch length"], Bool[Array, "batch length"]]:
-    """Token ids and the mask of those that are not padding. Sentences are padded, or cut off, to `length` tokens."""
+    """Token ids, and the mask of tokens that are not padding. Sentences are padded or truncated to `length`."""
     tokenizer = Tokenizer.from_file(str(weights_directory() / "tokenizer.json"))
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length)

@@ -56,7 +56,7 @@ if args.smoke:
 
 # %% Sentences: every other one is held out
 sentences = sentences_and_scores.english_sentences()
-spaced = sentences_and_scores.evenly_spaced
+spaced = sentences_and_scores.select_evenly
 ids, mask = minilm.tokenize(spaced(sentences[0::2], measured_on), 32)
 held_out_ids, held_out_mask = minilm.tokenize(spaced(sentences[1::2], compared_on), 32 if args.smoke else 64)
 model = minilm.load_model()
@@ -92,7 +92,7 @@ def score(format: Any) -> tuple[float, float]:
     return cosine, sentences_and_scores.agreement(sentences_and_scores.neighbours(found), nearest)
 
 
-def bits_of(format: eqq.extend.AbstractFormat) -> float:
+def count_bits(format: eqq.extend.AbstractFormat) -> float:
     """Bits per weight with one format for all weights."""
     leaves = [leaf for leaf in eqq.plan_tree(model, format).leaves if leaf.format is not None]
     return 8 * sum(leaf.nbytes for leaf in leaves) / sum(math.prod(leaf.shape) for leaf in leaves)
@@ -114,7 +114,7 @@ for header in ("bits", "mean\ncosine", "same 10\nnearest"):
     table.add_column(header, justify="right")
 table.add_column("codes of the mix, by weights")
 for budget, formats in uniform.items():
-    bits = {format: bits_of(format) for format in formats}
+    bits = {format: count_bits(format) for format in formats}
     # If no uniform format fits the budget, the mix gets as many bits as the smallest.
     plan = analysis.plan_bits(model, sensitivities, max(budget, min(bits.values())))
     if args.plan:

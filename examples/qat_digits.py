@@ -38,7 +38,7 @@ images = images.reshape(-1, 1, 8, 8).astype("float32") / 16
 x_train, x_test, y_train, y_test = train_test_split(images, labels, test_size=0.3, random_state=0, stratify=labels)
 
 
-# %% The networks: every weight will be quantized, those of the first and of the last layer too
+# %% The networks: every weight will be quantized, also in the first and the last layer
 def dense(key: PRNGKeyArray) -> eqx.nn.Sequential:
     keys = jr.split(key, 3)
     return eqx.nn.Sequential(
@@ -118,7 +118,7 @@ def fit(
 
 
 # %% Every network, format and seed
-def drifted(model: eqx.nn.Sequential, state: PyTree, format: str) -> bool:
+def has_drifted(model: eqx.nn.Sequential, state: PyTree, format: str) -> bool:
     """Whether the model is anything but its masters, quantized: bit for bit."""
     masters = eqx.combine(state.masters, model, is_leaf=eqq.is_quantized)
     return not eqx.tree_equal(eqq.quantize_tree(masters, format), model)
@@ -174,7 +174,7 @@ for name, make in {"dense": dense, "convolutional": convolutional}.items():
             init = eqq.float_masters(optim, masters=model).init(qmodel)
             qmodel, state = fit(qat_step, qmodel, init, jr.key(200 + seed))
             after.append(test(qmodel))
-            drift[format] |= drifted(qmodel, state, format)
+            drift[format] |= has_drifted(qmodel, state, format)
         share = eqq.tree_nbytes(qmodel) / nbytes
         table.add_row("", format, "", spread(post), spread(after), f"{eqq.tree_nbytes(qmodel):,}", f"{share:.1%}")
         results[name, format], trained[name, format] = (before, post, after), (qat_step, qmodel, state)

@@ -71,7 +71,7 @@ def english_sentences() -> list[str]:
     return list(found)
 
 
-def evenly_spaced(sentences: Sequence[str], count: int) -> list[str]:
+def select_evenly(sentences: Sequence[str], count: int) -> list[str]:
     return [sentences[len(sentences) * n // count] for n in range(count)]
 
 
@@ -90,7 +90,7 @@ def neighbours(embeddings: Float[np.ndarray, "sentences hidden"]) -> Int[np.ndar
 
 
 def agreement(a: Int[np.ndarray, "sentences neighbours"], b: Int[np.ndarray, "sentences neighbours"]) -> float:
-    """The share of neighbours that are the same, whatever their order."""
+    """The share of equal neighbours, in any order."""
     return float((a[:, :, None] == b[:, None, :]).any(axis=-1).mean())
 
 
@@ -100,7 +100,7 @@ def median_seconds(
     mask: Bool[Array, "batch length"],
     repeats: int,
 ) -> dict[str, float]:
-    """For each model, compiled already. They take turns, so that whatever else the machine does falls on all."""
+    """For each model, after compilation. Models take turns, so that other load on the machine affects all."""
     seconds = {name: [] for name in models}
     for _ in range(repeats):
         for name, model in models.items():
@@ -123,7 +123,7 @@ def machine() -> str:
 def main(*, count: int, repeats: int, summary: bool) -> None:
     print(machine())
     sentences = english_sentences()
-    ids, mask = minilm.tokenize(evenly_spaced(sentences, count), TOKENS)
+    ids, mask = minilm.tokenize(select_evenly(sentences, count), TOKENS)
     print(
         f"{count} of {len(sentences)} sentences from Python's language reference, {mask.sum(1).mean():.1f} tokens long "
         f"on average, padded to {TOKENS}, in batches of {BATCH}"

@@ -1,4 +1,4 @@
-"""Quantizes what weights are multiplied with, too: on the fly, with scales from calibration, and in training.
+"""Quantizes activations too: dynamically, statically with scales from calibration, and in training.
 
 Run `python examples/quantized_activations.py`.
 """
@@ -21,11 +21,11 @@ wanted = jax.vmap(model)(inputs)
 
 
 @eqx.filter_jit
-def error_of(model: eqx.nn.MLP) -> jax.Array:
+def compute_error(model: eqx.nn.MLP) -> jax.Array:
     return jnp.linalg.norm(jax.vmap(model)(inputs) - wanted) / jnp.linalg.norm(wanted)
 
 
-# %% On the fly: each example gets a scale
+# %% Dynamic quantization: a scale per token
 q = eqq.quantize_tree(model, "int8", activations="int8")
 print(eqq.summary(q))
 print(eqq.explain_matmul(inputs, q.layers[0].weight.T))
@@ -61,5 +61,5 @@ models = {
     "int4 x int8, trained": trained,
 }
 for name, quantized in models.items():
-    print(f"{name:30} relative error {float(error_of(quantized)):.4f}")
-assert error_of(q) < 0.02 and error_of(static) < 0.04 and error_of(trained) < error_of(q4)
+    print(f"{name:30} relative error {float(compute_error(quantized)):.4f}")
+assert compute_error(q) < 0.02 and compute_error(static) < 0.04 and compute_error(trained) < compute_error(q4)

@@ -51,7 +51,7 @@ print(eqq.summary(quantized))
 
 # %% Run it: one compiled layer, scanned over the stack
 @eqx.filter_jit
-def scanned(layers: Layer, x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
+def run_scan(layers: Layer, x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
     arrays, static = eqx.partition(layers, eqx.is_array)
 
     def step(x: Float[Array, "batch width"], arrays: Layer) -> tuple[Float[Array, "batch width"], None]:
@@ -63,13 +63,13 @@ def scanned(layers: Layer, x: Float[Array, "batch width"]) -> Float[Array, "batc
 # %% The same, but each layer is selected by its number
 # On a CPU with native kernels this is the fast way: no product copies its weight out of the stack.
 @eqx.filter_jit
-def selected(layers: Layer, x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
+def run_selected(layers: Layer, x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
     step = lambda x, n: (jax.vmap(eqq.take_layer(layers, n))(x), None)
     return jax.lax.scan(step, x, jnp.arange(depth))[0]
 
 
 # %% The same as a Python loop, in which a layer is a slice of every leaf
-def looped(layers: Layer, x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
+def run_loop(layers: Layer, x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
     arrays, static = eqx.partition(layers, eqx.is_array)
     for n in range(depth):
         layer = eqx.combine(jtu.tree_map(lambda leaf: leaf[n], arrays), static)
@@ -78,15 +78,15 @@ def looped(layers: Layer, x: Float[Array, "batch width"]) -> Float[Array, "batch
 
 
 x = jr.normal(jr.key(1), (8, width))
-y, expected, exact = scanned(quantized, x), looped(quantized, x), scanned(layers, x)
+y, expected, exact = run_scan(quantized, x), run_loop(quantized, x), run_scan(layers, x)
 print(f"largest difference between scan and loop: {jnp.max(jnp.abs(y - expected)):.1e}")
 print(f"relative error against float32: {jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact):.2%}")
-assert jnp.allclose(y, expected, atol=1e-4) and jnp.allclose(selected(quantized, x), expected, atol=1e-4)
+assert jnp.allclose(y, expected, atol=1e-4) and jnp.allclose(run_selected(quantized, x), expected, atol=1e-4)
 
 # %% Memory stays packed
 # The bytes of the compiled program's arguments, and of its temporaries: the two weights of one layer.
 one_weight = 4 * layers.up.weight[0].size
 for name, model in {"float32": layers, "nf4": quantized}.items():
-    memory = scanned.lower(model, x).compile().compiled.memory_analysis()
+    memory = run_scan.lower(model, x).compile().compiled.memory_analysis()
     held, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     print(f"{name:8} arguments {held:>12,} bytes, temporaries {temporary / one_weight:.1f} dense weights")

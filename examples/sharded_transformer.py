@@ -89,7 +89,7 @@ jax.debug.visualize_array_sharding(weight.codes)
 jax.debug.visualize_array_sharding(weight.scale_bits)
 
 
-# %% The same function runs all of them. The compiled program shows what moves between devices.
+# %% The same function runs all of them. The compiled program shows the collectives.
 def run(model: Transformer, x: Float[Array, "batch length width"]) -> Float[Array, "batch length width"]:
     return jax.lax.with_sharding_constraint(jax.vmap(model)(x), on("data"))
 

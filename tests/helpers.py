@@ -110,7 +110,7 @@ def kernel_cases(without: Sequence[str] = ()) -> list[Any]:
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
-def one_in(n: int, cases: Iterable[Any]) -> list[Any]:
+def mark_slow(n: int, cases: Iterable[Any]) -> list[Any]:
     """One case in `n`, the others only in a sweep. A case that is a tuple has a value for each argument."""
     as_tuple = lambda case: case if isinstance(case, tuple) else (case,)
     return [pytest.param(*as_tuple(c), marks=pytest.mark.slow if i % n else ()) for i, c in enumerate(cases)]

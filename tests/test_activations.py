@@ -117,7 +117,7 @@ def test_only_a_scale_that_clips_reaches_the_lowest_code(getkey):
     np.testing.assert_array_equal(eqq.unpack(DynamicRows(x, eqq.Int8()).quantize())[0, [0, 5]], [1, 255])
 
 
-def test_longest_sums():
+def test_the_longest_sums_do_not_overflow():
     """Partial sums fit 32 bits, however long the row."""
     k = 70_000
     x, w = eqq.quantize(jnp.full((2, k), -1.0), AFFINE), eqq.quantize(jnp.ones((3, k)), AFFINE)
@@ -154,7 +154,7 @@ def test_types_on_accelerators(getkey, x_format, w_format, kind):
     ("x_format", "w_format", "dtype"),
     [("nvfp4", "nvfp4", jnp.float32), ("mxfp8", "mxfp4", jnp.bfloat16), ("int8", "mxfp4", jnp.float32)],
 )
-def test_few_rows_meet_the_packed_weight(getkey, monkeypatch, x_format, w_format, dtype):
+def test_few_rows_multiply_the_packed_weight(getkey, monkeypatch, x_format, w_format, dtype):
     """Kernels take the values of small floats, which are exact in the few bits that a GPU multiplies."""
     x, w = (eqq.quantize(weights(getkey(), (n, 256)), FORMATS[of]) for n, of in ((4, x_format), (24, w_format)))
     x, w, seen = x.astype(dtype), w.astype(dtype), []
@@ -172,7 +172,7 @@ def test_few_rows_meet_the_packed_weight(getkey, monkeypatch, x_format, w_format
     assert dispatch.choose(target, problem._replace(m=512), None)[0] == "xla"
 
 
-def test_explains(getkey):
+def test_explain_matmul_names_both_formats(getkey):
     w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 64)), "int8"), "int8")
     found = eqq.explain_matmul(jnp.ones((4, 64)), w.T)
     assert found.types == "int8 x int8, sums in int32"
@@ -238,7 +238,7 @@ def test_gradients_pass_straight_through(getkey):
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("x_format", ["int8", "fp8"])
-def test_rows_that_are_not_finite(getkey, x_format, static):
+def test_nan_and_infinity_in_rows(getkey, x_format, static):
     q = eqq.quantize(weights(getkey(), (24, 96)), "int8")
     a = eqq.arrays.ActivationQuantizedArray(q, x_format, *([0.1] if static else []))
     x = weights(getkey(), (4, 96)).at[0, 3].set(jnp.nan).at[1, 4].set(jnp.inf).at[2].set(0)
@@ -303,7 +303,7 @@ def test_a_whole_model(getkey, model, tmp_path):
         eqq.load(tmp_path / "model.safetensors", like=eqq.quantize_tree(model, "int8", activations="fp8"))
 
 
-def test_what_no_product_uses(getkey):
+def test_weights_without_products_get_no_activations(getkey):
     table = eqx.nn.Embedding(16, 32, key=getkey())
     q = eqq.quantize_tree([table, eqx.nn.Linear(32, 8, key=getkey())], "int8", activations="int8")
     assert eqq.is_quantized(q[0].weight) and isinstance(q[1].weight, eqq.arrays.ActivationQuantizedArray)
@@ -331,7 +331,7 @@ def test_bad_activations(getkey, model):
             eqq.quantize_tree(model, "int8", activations=bad)
     with pytest.raises(ValueError, match=r"no scales from calibration in formats with blocks: take `eqq.Int8\("):
         eqq.calibrate.collect_stats(model, [jnp.ones((4, 32))], calibrator=eqq.calibrate.MinMax("mxfp8"))
-    for format in (eqq.Int8("tensor"), eqq.FP8()):  # what the message names
+    for format in (eqq.Int8("tensor"), eqq.FP8()):  # the formats that the message suggests
         eqq.calibrate.collect_stats(model, [jnp.ones((4, 32))], calibrator=eqq.calibrate.MinMax(format))
     conv = eqq.quantize_tree(eqx.nn.Conv2d(3, 8, 3, key=getkey()), "int8", activations="int8")
     for w in (conv.weight, conv.weight.array):
@@ -509,7 +509,7 @@ def test_functions_of_quax_round_both_operands(getkey, model):
 
 
 @pytest.mark.parametrize("kind", [RotatedArray, ScaledArray, PermutedArray])
-def test_maps_around_codes_multiply_codes(getkey, kind):
+def test_input_transforms_keep_integer_products(getkey, kind):
     """The other operand is mapped, then quantized: by `@`, by functions of Quax, and in stacks."""
     q, x = eqq.quantize(weights(getkey(), (2, 24, 32)), "int8"), weights(getkey(), (5, 32))
     order, scale = (
@@ -555,8 +555,8 @@ def test_functions_of_quax_with_a_scale_for_each_layer(getkey):
         np.testing.assert_allclose(eqq.quaxify(product)(w), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_low_rank_factors_stay_apart(getkey):
-    """Dequantized, factors are what they are around a plain weight: inside of others too, in any dtype."""
+def test_low_rank_factors_are_not_merged(getkey):
+    """Factors dequantize as around a plain weight: also inside other wrappers, in any dtype."""
     w, factors = weights(getkey(), (8, 32)), (weights(getkey(), (2, 32)), weights(getkey(), (8, 2)))
     bare = eqq.arrays.LoraArray(eqq.quantize(w, "int8"), *factors, 1.0, 1)
     quantizing = eqq.arrays.ActivationQuantizedArray(bare, "int8")
@@ -621,8 +621,8 @@ def test_static_scales_of_a_stack(getkey):
 
 
 @pytest.mark.parametrize("size", [None, "tensor"])
-def test_rows_that_are_not_finite_spoil_no_others(getkey, size):
-    """A static scale of a whole tensor is that of every row, and NaN or infinity is that of one."""
+def test_nan_in_one_row_leaves_other_rows_finite(getkey, size):
+    """A static per-tensor scale applies to every row. NaN or infinity affects one row only."""
     w, x = eqq.quantize(weights(getkey(), (8, 32)), "int8"), weights(getkey(), (4, 32))
     x = x.at[1, 3].set(jnp.nan).at[2, 5].set(-jnp.inf)
     for format, zero in ((eqq.Int8(size), None), (eqq.Int8(size, symmetric=False), 120)):
@@ -633,7 +633,7 @@ def test_rows_that_are_not_finite_spoil_no_others(getkey, size):
 
 
 @pytest.mark.parametrize("format", [eqq.Int8("tensor"), AFFINE])
-def test_static_scales_inside_the_product(getkey, format):
+def test_static_scales_quantize_inside_the_kernel(getkey, format):
     """The product quantizes rows itself: under `jit`, `vmap`, `scan` and `grad`, in stacks, and on every platform."""
     w, x = eqq.quantize(weights(getkey(), (3, 24, 64)), "int8"), weights(getkey(), (3, 6, 64))
     zero = None if format.symmetric else jnp.array([0, 120, 255], jnp.uint8)
@@ -675,7 +675,7 @@ def test_static_scales_inside_the_product(getkey, format):
 
 @pytest.mark.long
 @pytest.mark.parametrize("static", [False, True])
-def test_beside_the_float_model(getkey, static):
+def test_paths_equal_the_float_model(getkey, static):
     """The weights have the paths that they have in the float model."""
     model, x = eqx.nn.MLP(32, 8, 64, 1, key=getkey()), [weights(getkey(), (16, 32)) for _ in range(5)]
     activations = eqq.calibrate.collect_stats(model, x) if static else "int8"
@@ -704,7 +704,7 @@ def test_beside_the_float_model(getkey, static):
 
 
 def test_distillation_rounds_both_operands(getkey):
-    """The loss of the start is that of the model, though floats stand in the place of the weights."""
+    """The initial loss is the loss of the model, though floats replace its weights."""
     model, x = eqx.nn.Linear(32, 8, key=getkey()), [weights(getkey(), (16, 32)) for _ in range(2)]
     q = eqq.quantize_tree(model, "int8", activations="int2")
     losses = []
@@ -722,7 +722,7 @@ def test_distillation_rounds_both_operands(getkey):
 
 
 @pytest.mark.long
-def test_layers_of_a_stack_meet_their_part_of_an_operand(getkey):
+def test_each_layer_of_a_stack_multiplies_its_operand(getkey):
     q = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8")
     w = eqq.arrays.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))
     layers = [jax.tree.map(lambda a, n=n: a[n], w) for n in range(3)]
@@ -739,7 +739,7 @@ def test_layers_of_a_stack_meet_their_part_of_an_operand(getkey):
         w @ weights(getkey(), (2, 32, 5))
 
 
-def test_layers_that_calibration_did_not_reach(getkey):
+def test_unreached_layers_are_an_error(getkey):
     """An expert that the gate never chose has no scale."""
     model, x = {"experts": weights(getkey(), (3, 8, 32))}, weights(getkey(), (16, 32))
     gate = lambda x: jnp.where(x[0] > 1e6, 2, jnp.where(x[0] > 0, 1, 0))
@@ -790,7 +790,7 @@ def test_bad_statistics(getkey, model):
 
 
 @pytest.mark.long
-def test_in_order(getkey, model):
+def test_quantize_sequentially_with_activations(getkey, model):
     x = weights(getkey(), (64, 32))
     q = eqq.quantize_sequentially(model, [x], "int4", eqq.GPTQ(), activations="int8")
     assert isinstance(q.layers[2].weight, eqq.arrays.ActivationQuantizedArray)
@@ -817,12 +817,12 @@ def test_programs_for_accelerators(platform, x_format, w_format, wanted):
 # Convolutions
 
 
-def convolved(x, w, groups=1):
+def convolve(x, w, groups=1):
     return jax.lax.conv_general_dilated(x, w, (1,) * (w.ndim - 2), "SAME", feature_group_count=groups)
 
 
-def integers_of(q):
-    """The values of codes without zero points, and what to multiply them by."""
+def split_integers(q):
+    """Returns the decoded values without zero points, and their scales."""
     rows = np.asarray(eqq.unpack(q)).astype(np.int64).reshape(q.scale.shape[0], -1)
     zero = np.full((len(rows), 1), 128) if q.zero_point is None else np.asarray(q.zero_point, np.int64)
     return (rows - zero).reshape(q.shape), np.asarray(q.scale, np.float64)
@@ -836,10 +836,10 @@ def test_convolutions_multiply_integers(groups, channels, size, format, getkey):
     """Equal to NumPy's integers, scaled once. Sums over 96 channels would not be exact in float32."""
     x = jr.normal(getkey(), (2, channels, 7, 6)) + 0.5
     q = eqq.quantize(jr.normal(getkey(), (6, channels // groups, size, size)), eqq.Int8(), axis=(1, 2, 3))
-    f = jax.jit(eqq.quaxify(ft.partial(convolved, groups=groups)))
+    f = jax.jit(eqq.quaxify(ft.partial(convolve, groups=groups)))
     y = f(x, eqq.arrays.ActivationQuantizedArray(q, format))
-    a, s = integers_of(eqq.quantize(x.reshape(2, -1), format))
-    b, t = integers_of(q)
+    a, s = split_integers(eqq.quantize(x.reshape(2, -1), format))
+    b, t = split_integers(q)
     sides = ((size - 1) // 2, size // 2)
     a = np.pad(a.reshape(x.shape), ((0, 0), (0, 0), sides, sides))
     windows = np.lib.stride_tricks.sliding_window_view(a, (size, size), (2, 3))
@@ -849,10 +849,10 @@ def test_convolutions_multiply_integers(groups, channels, size, format, getkey):
     np.testing.assert_allclose(y, sums * (s * t.T)[:, :, None, None], rtol=1e-6, atol=1e-9)
 
 
-def test_how_convolutions_run(getkey):
+def test_explanation_of_convolutions(getkey):
     """On CPU codes are floats, elsewhere int8; with blocks or small floats the values are decoded."""
     x, weight = jr.normal(getkey(), (2, 4, 8, 8)), jr.normal(getkey(), (6, 4, 3, 3))
-    f = eqq.quaxify(convolved)
+    f = eqq.quaxify(convolve)
 
     def integers(format, activations, platform):
         w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weight, format, axis=(1, 2, 3)), activations)
@@ -864,7 +864,7 @@ def test_how_convolutions_run(getkey):
     assert not integers(eqq.Int8(), "int8", "cpu") and not integers(eqq.FP8(), "fp8", "cuda")
     w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weight, eqq.Int4(32), axis=(1, 2, 3)), "int8")
     rounded = eqq.quantize(x.reshape(2, -1), "int8").dequantize().reshape(x.shape)
-    np.testing.assert_allclose(f(x, w), convolved(rounded, w.dequantize()), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(f(x, w), convolve(rounded, w.dequantize()), rtol=1e-5, atol=1e-5)
 
 
 def test_models_with_convolutions(getkey):
@@ -885,7 +885,7 @@ def test_models_with_convolutions(getkey):
         assert float(jnp.abs(floats - y).max()) > 0
 
 
-def test_functions_of_jax_warn_that_they_quantize_no_activations(getkey):
+def test_jax_functions_warn_about_float_activations(getkey):
     layer, x = eqx.nn.Linear(64, 64, key=getkey()), jr.normal(getkey(), (8, 64))
     w = eqq.quantize_tree(layer, "int8", activations="int8").weight
     for f in (
@@ -920,7 +920,7 @@ def in_checkpointed_loop(w, x):
         (in_checkpointed_loop, "custom_vjp_call"),
     ],
 )
-def test_what_has_no_rule_warns_that_it_quantizes_no_activations(getkey, f, operation):
+def test_operations_without_a_rule_warn_about_float_activations(getkey, f, operation):
     q, x = eqq.quantize(jr.normal(getkey(), (64, 64)), "int8"), jr.normal(getkey(), (64,))
     w = eqq.arrays.ActivationQuantizedArray(q, "int8")
     quaxified = eqq.quaxify(f)
@@ -938,16 +938,16 @@ def test_what_has_no_rule_warns_that_it_quantizes_no_activations(getkey, f, oper
 
 @pytest.mark.parametrize("format", [eqq.Int8(), eqq.Int4(32)])  # codes are multiplied, or decoded
 def test_gradients_of_convolutions(getkey, format):
-    """Against those of a convolution of rounded values; of `x` only where it is in range, and of a learned scale."""
+    """Gradients equal those of a convolution of rounded values: of `x` in range, and of learned scales."""
     x, weight = jr.normal(getkey(), (2, 4, 6, 6)), jr.normal(getkey(), (6, 4, 3, 3))
     dy, scale = jr.normal(getkey(), (2, 6, 6, 6)), np.float32(0.01)
     simulated = eqq.quantize_tree({"w": weight}, format, axis=(1, 2, 3), simulate=True)["w"]
     w = eqq.arrays.ActivationQuantizedArray(simulated, "int8", scale, learn_scale=True)
-    f = lambda w, x: jnp.sum(eqq.quaxify(convolved)(x, w) * dy)
+    f = lambda w, x: jnp.sum(eqq.quaxify(convolve)(x, w) * dy)
     w_grad, x_grad = eqx.filter_jit(jax.grad(f, (0, 1), allow_int=True))(w, x)
     inside = (x / scale >= -128.5) & (x / scale <= 127.5)
     rounded = jnp.clip(jnp.round(x / scale), -128, 127) * scale
-    dw, dx = jax.vjp(lambda w, x: convolved(x, w), w.dequantize(), rounded)[1](dy)
+    dw, dx = jax.vjp(lambda w, x: convolve(x, w), w.dequantize(), rounded)[1](dy)
     close = ft.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     assert not inside.all()
     close(w_grad.array.master, dw)

@@ -21,7 +21,7 @@ def sin(n, step=0.1):
     return np.sin(np.arange(n, dtype=np.float32) * np.float32(step))
 
 
-def test_small_magnitudes(getkey):
+def test_small_magnitudes_do_not_underflow(getkey):
     w = np.asarray(weights(getkey(), (64,)))
     for factor in (2.0**-60, 1.0, 2.0**60):
         error = analysis.analyze_error(w * np.float32(factor), eqq.quantize(w * np.float32(factor), "int8"))
@@ -129,17 +129,17 @@ def test_bad_numbers(getkey):
         run_benchmark(w, "nf4").error.plot()
 
 
-def test_one_format_alone():
+def test_a_comparison_of_one_format():
     report = analysis.compare_formats(sin(128), "nf4")
     assert [row.format for row in report.rows] == [eqq.NF4()]
     assert analysis.compare_formats(sin(128), eqq.NF4()) == report
 
 
-def test_errors_are_named_in_words():
+def test_labels_of_errors_are_words():
     shown = str(analysis.analyze_error(sin(128), eqq.quantize(sin(128))))
     assert "largest error" in shown and "_" not in shown
 
 
-def test_names_are_no_markup():
+def test_names_are_not_parsed_as_markup():
     row = run_benchmark(sin(128), "nf4", name="[bold]a[/x]")
     assert "[bold]a[/x]" in str(row)

@@ -19,9 +19,9 @@ import eqquant as eqq
 from eqquant import analysis, reference
 from eqquant._report import Report
 from eqquant.analysis._comparison import run_benchmark
-from eqquant.analysis._knapsack import choose
+from eqquant.analysis._knapsack import choose_options
 from eqquant.analysis._layers import TreeErrorReport
-from eqquant.analysis._roles import weigh_roles
+from eqquant.analysis._roles import estimate_role_factors
 from eqquant.analysis._sensitivity import LeafSensitivity, SensitivityReport
 
 from .helpers import sqnr, weights
@@ -101,8 +101,8 @@ def test_sensitivity_compiles_once(model, batch):
 
 
 @pytest.mark.parametrize("dtype", ["numpy", "float16", "bfloat16"])
-def test_other_models(dtype, getkey):
-    """Arrays of NumPy, short floats, and what is quantized already, which stays as it is."""
+def test_models_of_other_dtypes(dtype, getkey):
+    """NumPy arrays, 16-bit floats, and quantized leaves, which are left alone."""
     make = (lambda w: np.asarray(w) * 1e-6) if dtype == "numpy" else lambda w: w.astype(dtype)
     model = {name: make(weights(getkey(), (32, 72))) for name in "ab"} | {"c": eqq.quantize(weights(getkey(), (8, 32)))}
     traces = []
@@ -273,7 +273,7 @@ ROLES = {
 
 @pytest.mark.parametrize("wanted", ROLES.values(), ids=ROLES)
 def test_roles(wanted):
-    assert weigh_roles(wanted) == wanted
+    assert estimate_role_factors(wanted) == wanted
 
 
 def test_a_plan_without_data_is_not_worse_than_one_format(model):
@@ -321,7 +321,7 @@ def test_knapsack_finds_the_optimum(data):
         for mix in it.product(range(options), repeat=items)
     ]
     budget = data.draw(st.integers(int(min(cost for cost, _ in mixes)), int(max(cost for cost, _ in mixes)) + 5))
-    chosen = choose(costs, losses, budget)
+    chosen = choose_options(costs, losses, budget)
     assert sum(c[n] for c, n in zip(costs, chosen)) <= budget
     assert sum(l[n] for l, n in zip(losses, chosen)) == min(loss for cost, loss in mixes if cost <= budget)
 
@@ -331,9 +331,9 @@ def test_knapsack_of_large_costs():
     costs = [np.sort(rng.integers(1, 10**9, 6)) for _ in range(40)]
     losses = [np.sort(rng.exponential(size=6))[::-1].copy() for _ in range(40)]
     budget = sum(int(c[2]) for c in costs)
-    chosen = choose(costs, losses, budget)
+    chosen = choose_options(costs, losses, budget)
     assert sum(int(c[n]) for c, n in zip(costs, chosen)) <= budget
-    # The Lagrangian is a lower bound of what any choice can reach.
+    # The Lagrangian is a lower bound for every choice.
     loss = sum(l[n] for l, n in zip(losses, chosen))
     bound = max(
         sum((l + m * c).min() for c, l in zip(costs, losses)) - m * budget for m in np.geomspace(1e-12, 1e-6, 400)
@@ -376,7 +376,7 @@ def reports(model, batch):
     ]
 
 
-def test_shown(model, reports):
+def test_reports_are_printed(model, reports):
     w = model.layers[0].up.weight
     others = [
         run_benchmark(w, "int8"),
@@ -425,7 +425,7 @@ def test_the_plot_of_sensitivities_names_every_format(model, batch):
     harmless.plot().figure.canvas.draw()
 
 
-def test_few_outputs_make_no_fence(model, batch):
+def test_number_of_histogram_bins(model, batch):
     pytest.importorskip("matplotlib")
     report = analysis.output_divergence(model, eqq.quantize_tree(model, "nf4"), batch[0])
     assert len(report.plot().patches) == 8
@@ -517,7 +517,7 @@ def test_bad_plans(model, batch):
         analysis.plan_bits(larger, report)
 
 
-def test_names_of_leaves_are_no_markup():
+def test_names_of_leaves_are_not_parsed_as_markup():
     model = {name: weights(jr.key(1), (4, 64)) for name in ("[bold]a", "[/x]")}
     x = weights(jr.key(2), (8, 64))
     loss = lambda model, x: sum(jnp.mean((x @ w.T) ** 2) for w in model.values())

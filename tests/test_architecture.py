@@ -1,4 +1,4 @@
-"""How the package is laid out: levels of modules, what they may import, and that everything public is documented."""
+"""The architecture of the package: levels of modules, allowed imports, documentation of public names."""
 
 import ast
 import importlib
@@ -22,7 +22,7 @@ PACKAGE = ROOT / "eqquant"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def levels_shown(page):
+def read_levels(page):
     """The rooms of each level, from the table of a page: rows `| L0 | `_room`, ... | what they know |`."""
     rows = re.findall(r"^\| L(\d+) \| ([^|]*) \|", page, flags=re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(len(rows))), "levels must be numbered from 0"
@@ -31,23 +31,23 @@ def levels_shown(page):
 
 # A module imports modules of lower levels, and of its own room.
 REFERENCE = [line for page in (ROOT / "docs" / "reference").glob("*.md") for line in page.read_text().splitlines()]
-LEVELS = levels_shown((ROOT / "docs" / "design.md").read_text())
+LEVELS = read_levels((ROOT / "docs" / "design.md").read_text())
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 
-def name_of(path):
+def module_name(path):
     name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     return name.removesuffix(".__init__")
 
 
-def level_of(name):
+def find_level(name):
     assert name.split(".")[0] in LEVEL_OF, f"{name} has no level: add it to the table of docs/design.md"
     return LEVEL_OF[name.split(".")[0]]
 
 
-def imports_of(path):
+def list_imports(path):
     """The modules of this package that a file imports, wherever in it the import stands."""
-    name = name_of(path)
+    name = module_name(path)
     package = ["eqquant", *name.split(".")]
     package = package if path.name == "__init__.py" and name != "__init__" else package[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -74,12 +74,12 @@ def resolve(target):
     return "__init__"
 
 
-@pytest.fixture(params=MODULES, ids=name_of)
+@pytest.fixture(params=MODULES, ids=module_name)
 def path(request):
     return request.param
 
 
-def tree_of(path):
+def parse_nodes(path):
     return list(ast.walk(ast.parse(path.read_text())))
 
 
@@ -89,24 +89,24 @@ def tree_of(path):
 def test_levels():
     assert LEVELS[0][0] == "_compat" and LEVELS[-1] == ("__init__", "__main__")
     assert len(LEVEL_OF) == sum(map(len, LEVELS)), "a room has one level"
-    assert {name_of(path).split(".")[0] for path in MODULES} <= LEVEL_OF.keys()
+    assert {module_name(path).split(".")[0] for path in MODULES} <= LEVEL_OF.keys()
 
 
 def test_imports_point_down(path):
-    name = name_of(path)
-    for target in imports_of(path):
+    name = module_name(path)
+    for target in list_imports(path):
         same_room = target.split(".")[0] == name.split(".")[0]  # `test_no_cycles` orders the files of a room
-        assert same_room or level_of(target) < level_of(name), f"{name} imports {target}, which is not below it"
+        assert same_room or find_level(target) < find_level(name), f"{name} imports {target}, which is not below it"
 
 
 def test_the_check_sees_the_imports():
-    assert "_numerics.minifloats" in set(imports_of(PACKAGE / "_numerics" / "scale_bits.py"))
-    assert {"_formats.base", "_numerics.blocks"} <= set(imports_of(PACKAGE / "_formats" / "codebook.py"))
-    assert {"_array.array", "_formats", "_tree.quantize"} <= set(imports_of(PACKAGE / "__init__.py"))
+    assert "_numerics.minifloats" in set(list_imports(PACKAGE / "_numerics" / "scale_bits.py"))
+    assert {"_formats.base", "_numerics.blocks"} <= set(list_imports(PACKAGE / "_formats" / "codebook.py"))
+    assert {"_array.array", "_formats", "_tree.quantize"} <= set(list_imports(PACKAGE / "__init__.py"))
 
 
 def test_no_cycles():
-    graph = {name_of(path): set(imports_of(path)) for path in MODULES}
+    graph = {module_name(path): set(list_imports(path)) for path in MODULES}
     while leaves := [name for name, targets in graph.items() if not targets & graph.keys()]:
         for name in leaves:
             del graph[name]
@@ -114,26 +114,26 @@ def test_no_cycles():
 
 
 def test_kernels_know_no_formats(path):
-    if name_of(path).startswith("_matmul.kernels"):
-        assert not {target.split(".")[0] for target in imports_of(path)} & {"_array", "_formats"}
+    if module_name(path).startswith("_matmul.kernels"):
+        assert not {target.split(".")[0] for target in list_imports(path)} & {"_array", "_formats"}
 
 
 def test_nothing_needs_the_reference(path):
-    assert "reference" not in set(imports_of(path))
+    assert "reference" not in set(list_imports(path))
 
 
 def test_internals_of_jax_are_in_one_file(path):
-    if name_of(path) == "_compat":
+    if module_name(path) == "_compat":
         return
     assert "jax._src" not in path.read_text()
-    assert not [node.lineno for node in tree_of(path) if isinstance(node, ast.Name) and node.id == "hasattr"]
+    assert not [node.lineno for node in parse_nodes(path) if isinstance(node, ast.Name) and node.id == "hasattr"]
 
 
-def defined_in(room):
+def list_definitions(room):
     """The names that a room defines: of functions, classes and variables, and of attributes that it assigns."""
     for path in MODULES:
-        if name_of(path).split(".")[0] == room:
-            for node in tree_of(path):
+        if module_name(path).split(".")[0] == room:
+            for node in parse_nodes(path):
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
                     yield node.name
                 elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -141,12 +141,12 @@ def defined_in(room):
 
 
 def test_private_attributes_are_read_in_their_room(path):
-    if name_of(path) == "_compat":  # which reads those of JAX
+    if module_name(path) == "_compat":  # reads internals of JAX
         return
-    allowed = {"_replace", *defined_in(name_of(path).split(".")[0])}  # named tuples have `_replace`
+    allowed = {"_replace", *list_definitions(module_name(path).split(".")[0])}  # named tuples have `_replace`
     read = [
         f"line {node.lineno}: {ast.unparse(node)}"
-        for node in tree_of(path)
+        for node in parse_nodes(path)
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")) and node.attr not in allowed
     ]
@@ -154,7 +154,7 @@ def test_private_attributes_are_read_in_their_room(path):
 
 
 def test_no_asserts(path):
-    assert not [node.lineno for node in tree_of(path) if isinstance(node, ast.Assert)]
+    assert not [node.lineno for node in parse_nodes(path) if isinstance(node, ast.Assert)]
 
 
 def test_length_and_docstring(path):
@@ -189,7 +189,7 @@ def test_a_class_name_stands_in_one_module():
 
 def identifiers(path):
     """The names that a file defines: variables, arguments, functions, classes, attributes and fields."""
-    for node in tree_of(path):
+    for node in parse_nodes(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -208,16 +208,9 @@ def test_no_name_begins_with_of():
     assert found == set()
 
 
-# Rooms whose docstrings are not yet held to this.
-LONG_FIRST_LINES = {"_compat", "_errors", "_export", "_mesh", "_program", "_report", "_training", "_tree"}
-LONG_FIRST_LINES |= {"_types", "analysis", "calibrate", "reference"}
-
-
 def test_the_first_line_of_a_docstring_is_short(path):
     """One sentence under 90 characters, then a blank line: an editor shows nothing more."""
-    if name_of(path).split(".")[0] in LONG_FIRST_LINES:
-        return
-    documented = [n for n in tree_of(path) if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.Module)]
+    documented = [n for n in parse_nodes(path) if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.Module)]
     firsts = [line for node in documented for line in (ast.get_docstring(node) or "").splitlines()[:1]]
     assert [line for line in firsts if len(line) >= 90] == []
 
@@ -225,11 +218,11 @@ def test_the_first_line_of_a_docstring_is_short(path):
 # What is public
 
 
-def reexported(package):
+def list_reexports(package):
     """What the `__init__` of a package imports by its own name: `from ._x import y as y`."""
     return {
         alias.asname
-        for node in tree_of(Path(package.__file__))
+        for node in parse_nodes(Path(package.__file__))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.name == alias.asname and not alias.name.startswith("_")
@@ -249,14 +242,14 @@ PUBLIC += [
     f"reference.{name}"
     for name, value in vars(reference).items()
     if not name.startswith("_")
-    if getattr(value, "__module__", None) == "eqquant.reference" or name in reexported(reference)
+    if getattr(value, "__module__", None) == "eqquant.reference" or name in list_reexports(reference)
 ]
 
 
-def test_public_names_are_those_of_the_init():
+def test_public_names_equal_the_init():
     packages = {prefix.rstrip(".") for prefix in PACKAGES if prefix}
     ours = {name for name in PUBLIC if not name.startswith("reference.")}
-    assert ours == {p + name for p in PACKAGES for name in reexported(PACKAGES[p])} - packages
+    assert ours == {p + name for p in PACKAGES for name in list_reexports(PACKAGES[p])} - packages
     assert {"quantize_tree", "NF4", "QuantizedArray", "analysis.plan_bits"} <= set(PUBLIC)
 
 
@@ -274,7 +267,7 @@ def test_no_name_means_two_things():
 # Docstrings, read from the sources as an editor reads them
 
 
-def definition_of(module, name):
+def find_definition(module, name):
     """The module that defines a name, through all imports, and the statement there that does."""
     path = PACKAGE.joinpath(*module.split(".")) if module else PACKAGE
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -283,11 +276,11 @@ def definition_of(module, name):
             return module, node
         if isinstance(node, ast.ImportFrom) and name in [alias.asname for alias in node.names]:
             package = ["eqquant", *path.parent.relative_to(PACKAGE).parts]
-            return definition_of(resolve(".".join([*package[: len(package) - node.level + 1], node.module])), name)
+            return find_definition(resolve(".".join([*package[: len(package) - node.level + 1], node.module])), name)
     return module, None  # an alias of a type has no docstring
 
 
-def arguments_of(node):
+def list_arguments(node):
     found = [*node.args.posonlyargs, *node.args.args, node.args.vararg, *node.args.kwonlyargs, node.args.kwarg]
     return [argument.arg for argument in found if argument is not None and argument.arg != "self"]
 
@@ -305,7 +298,7 @@ def check_docstring(doc, arguments):
 @pytest.mark.parametrize("name", PUBLIC)
 def test_docstring_in_the_source(name):
     package, _, last = name.rpartition(".")
-    _, node = definition_of(package, last)
+    _, node = find_definition(package, last)
     if node is None:
         return
     doc = ast.get_docstring(node)
@@ -313,17 +306,17 @@ def test_docstring_in_the_source(name):
     assert not re.search(r"^\s*\{\w+\}$", doc, flags=re.MULTILINE), "a place where text would be filled in"
     if isinstance(node, ast.FunctionDef):
         assert "\n\n**Returns:**\n\n" in doc
-        check_docstring(doc, arguments_of(node))
+        check_docstring(doc, list_arguments(node))
         return
     init = next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None)
-    if init is not None and (arguments := arguments_of(init)):
+    if init is not None and (arguments := list_arguments(init)):
         check_docstring(f"{doc}\n\n{ast.get_docstring(init) or ''}", arguments)
 
 
 def test_docstrings_are_literal(path):
     targets = [
         target
-        for node in tree_of(path)
+        for node in parse_nodes(path)
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
     ]
@@ -368,7 +361,7 @@ def test_import_is_quiet_and_light():
 
 
 @pytest.mark.long
-def test_primitives_of_jax_may_move():
+def test_missing_jax_primitives_are_tolerated():
     """Without the modules of JAX that keep some primitives, everything imports, and operands become dense."""
     program = """if True:
         import importlib, sys
@@ -403,16 +396,16 @@ def test_import_starts_no_backend():
 
 
 def classes():
-    """Every class of the package that stands in a module, those with a leading underscore included."""
+    """Every class of the package that is defined in a module, private classes included."""
     for path in MODULES:
-        module = importlib.import_module("eqquant." + name_of(path) if path.stem != "__init__" else "eqquant")
+        module = importlib.import_module("eqquant." + module_name(path) if path.stem != "__init__" else "eqquant")
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__ == module.__name__:
                 yield value
 
 
 def concrete_methods(cls):
-    """The methods and properties that a class defines itself, without those that are abstract."""
+    """The methods and properties that a class defines itself, without abstract ones."""
     for name, value in vars(cls).items():
         is_method = isinstance(value, types.FunctionType | property | staticmethod | classmethod)
         if is_method and not getattr(value, "__isabstractmethod__", False):

@@ -27,7 +27,7 @@ def save(where, value, shard_nbytes=8):
     eqq.save(where, {"w": jnp.full(2, value), "v": jnp.full(3, value)}, shard_nbytes=shard_nbytes)
 
 
-def found(where):
+def read_values(where):
     """The values in all arrays of a checkpoint, one unless they are of several saves."""
     loaded = eqq.load(where)
     return {*np.unique(loaded["w"]).tolist(), *np.unique(loaded["v"]).tolist()}
@@ -76,7 +76,7 @@ def die_at(monkeypatch, call, error):
 
 @pytest.mark.parametrize("error", [Died, KeyboardInterrupt])
 @pytest.mark.parametrize("shard_nbytes", [None, 8])
-def test_a_death_leaves_the_old_file_or_the_new_one(path, shard_nbytes, error):
+def test_a_crash_leaves_the_old_file_or_the_new_one(path, shard_nbytes, error):
     where = path.with_suffix("") if shard_nbytes else path
     for call in range(100):
         save(where, 0.0, shard_nbytes)
@@ -86,9 +86,9 @@ def test_a_death_leaves_the_old_file_or_the_new_one(path, shard_nbytes, error):
                 save(where, 1.0, shard_nbytes)
             except error:
                 pass
-        assert found(where) in ({0.0}, {1.0})
+        assert read_values(where) in ({0.0}, {1.0})
         if len(calls) <= call:
-            assert found(where) == {1.0} and call >= (12 if shard_nbytes else 4)
+            assert read_values(where) == {1.0} and call >= (12 if shard_nbytes else 4)
             return
     raise AssertionError("the save did not end")
 
@@ -113,14 +113,14 @@ for n in range(10**6):
         run.send_signal(signal.SIGKILL)
         run.wait()
         run.stdout.close()
-        assert len(found(path)) == 1
+        assert len(read_values(path)) == 1
 
 
 # Other processes
 
 
-def during(monkeypatch, module, name, do):
-    """Does what another process does when this one next calls a function."""
+def run_during_next_call(monkeypatch, module, name, do):
+    """Runs `do`, like another process would, before the next call of a function."""
     original = getattr(module, name)
 
     def called(*args):
@@ -134,27 +134,33 @@ def during(monkeypatch, module, name, do):
 def test_other_processes_read_and_write_at_the_same_time(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     save(folder, 0.0)
-    during(monkeypatch, _safetensors, "read", lambda: save(folder, 1.0))  # removes the shards that the index listed
-    assert found(folder) == {1.0}
-    during(monkeypatch, _save, "write", lambda: save(folder, 2.0))
+    run_during_next_call(
+        monkeypatch, _safetensors, "read", lambda: save(folder, 1.0)
+    )  # removes the shards that the index listed
+    assert read_values(folder) == {1.0}
+    run_during_next_call(monkeypatch, _save, "write", lambda: save(folder, 2.0))
     save(folder, 3.0)
-    assert found(folder) == {3.0}
+    assert read_values(folder) == {3.0}
     save(folder, 4.0)
-    assert found(folder) == {4.0} and len(list(folder.iterdir())) == 3
-    during(monkeypatch, _save, "open_replacement", lambda: save(folder, 5.0))  # between the shards and the index
+    assert read_values(folder) == {4.0} and len(list(folder.iterdir())) == 3
+    run_during_next_call(
+        monkeypatch, _save, "open_replacement", lambda: save(folder, 5.0)
+    )  # between the shards and the index
     save(folder, 6.0)
-    assert found(folder) == {6.0}
+    assert read_values(folder) == {6.0}
 
 
 def test_another_process_makes_the_folder(tmp_path, monkeypatch):
     folder, message = tmp_path / "model", "Another process made this folder meanwhile"
-    during(monkeypatch, _save, "open_replacement", lambda: save(folder, 2.0))
+    run_during_next_call(monkeypatch, _save, "open_replacement", lambda: save(folder, 2.0))
     with pytest.raises(FileExistsError, match=message):
         save(folder, 1.0)
-    assert found(folder) == {2.0}
+    assert read_values(folder) == {2.0}
     save(folder, 3.0)
-    assert found(folder) == {3.0}
+    assert read_values(folder) == {3.0}
     other = tmp_path / "other"
     with pytest.raises(FileExistsError, match=message), _atomic.make_folder(other):
-        during(monkeypatch, os, "replace", lambda: save(other, 4.0))  # between a look for the folder and its name
-    assert found(other) == {4.0} and sorted(tmp_path.iterdir()) == [folder, other]
+        run_during_next_call(
+            monkeypatch, os, "replace", lambda: save(other, 4.0)
+        )  # between a look for the folder and its name
+    assert read_values(other) == {4.0} and sorted(tmp_path.iterdir()) == [folder, other]

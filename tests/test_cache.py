@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 
-from .helpers import equations, one_in
+from .helpers import equations, mark_slow
 
 
 HEADS, CONTEXT, SIZE = 2, 160, 32
@@ -50,8 +50,8 @@ def attend(cache, queries):
     return cache.mix(jax.nn.softmax(jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf)))
 
 
-@pytest.mark.parametrize("way", one_in(3, WAYS))
-def test_appended_step_by_step_equals_appended_at_once(way):
+@pytest.mark.parametrize("way", mark_slow(3, WAYS))
+def test_appending_step_by_step_equals_appending_at_once(way):
     keys, values = data(2)
     empty = eqq.QuantizedCache.empty((2, HEADS, CONTEXT, SIZE), **WAYS[way])
     lengths = jnp.array([150, 70])
@@ -66,7 +66,7 @@ def test_appended_step_by_step_equals_appended_at_once(way):
     assert cache.length.tolist() == once.length.tolist() == lengths.tolist()
     queries = jr.normal(jr.key(1), (2, HEADS, 3, SIZE))
     np.testing.assert_array_equal(attend(cache, queries), attend(once, queries))
-    # What is packed is what `quantize` makes of all tokens together.
+    # The packed codes equal `quantize` of all tokens together.
     whole = 70 // cache.window * cache.window if cache.window else 70
     for stored, x in ((cache.keys, keys), (cache.values, values)):
         if eqq.is_quantized(stored) and stored.format != eqq.NVFP4() and whole:
@@ -74,7 +74,7 @@ def test_appended_step_by_step_equals_appended_at_once(way):
             np.testing.assert_array_equal(stored[1, :, :whole], expected.dequantize())
 
 
-def test_it_is_the_attention_of_what_it_holds():
+def test_attention_equals_dense_attention_of_dequantized_keys_and_values():
     keys, values = data()
     cache = append(eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), "int8"), keys, values)
     queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
@@ -83,7 +83,7 @@ def test_it_is_the_attention_of_what_it_holds():
     np.testing.assert_allclose(attend(cache, queries), shares @ held[1], atol=2e-6)
 
 
-def test_scales_of_channels_suit_keys():
+def test_per_channel_scales_reduce_errors_of_keys():
     keys, values = data(tokens=128)
     queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
     errors = {}
@@ -94,7 +94,7 @@ def test_scales_of_channels_suit_keys():
     assert errors[True] < 0.4 * errors[False]
 
 
-def test_bytes():
+def test_nbytes_equals_codes_and_scales():
     """As computed: a code for each number, a float32 for each row, and one length."""
     assert eqq.QuantizedCache.empty((3, 8, 512, 64), "int8").nbytes == 2 * 3 * 8 * 512 * (64 + 4) + 3 * 4
     assert eqq.QuantizedCache.empty((8, 512, 64), "nf4").nbytes == 2 * 8 * 512 * (32 + 4) + 4
@@ -106,7 +106,7 @@ def test_bytes():
 
 @pytest.mark.parametrize("way", ["float", "int8", "int4 per channel"])
 def test_a_step_makes_no_copy(way):
-    """Neither of the keys nor of the values: no dense one, none of quantizing again what is there, and none by XLA."""
+    """Neither keys nor values are copied: not dense, not to quantize them again, and not by XLA."""
     context = 4096
     cache = eqx.filter_eval_shape(lambda: eqq.QuantizedCache.empty((HEADS, context, SIZE), **WAYS[way]))
     x = jax.ShapeDtypeStruct((HEADS, 1, SIZE), jnp.float32)
@@ -177,7 +177,7 @@ def test_vmap(way):
 
 
 @pytest.mark.parametrize("way", ["int8", "int4 per channel"])
-def test_heads_among_devices(way):
+def test_sharded_heads(way):
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     keys, values = data()
     queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
@@ -202,7 +202,7 @@ def without_type_checks():
 
 
 @pytest.mark.usefixtures("without_type_checks")
-def test_what_does_not_fit():
+def test_arrays_of_wrong_shapes_are_errors():
     empty = eqq.QuantizedCache.empty
     for arguments, options, message in [
         ((2, 0, 8), {"keys": "int8"}, r"at least one. Got \(2, 0, 8\)"),
@@ -245,7 +245,7 @@ def test_what_does_not_fit():
             with pytest.raises(ValueError, match=rf"{here}. Got {re.escape(str(shape))}. ?{more}"):
                 call(jnp.ones(shape))
         assert call(jnp.ones((4, 1, 5, size))).shape[:-1] == (4, HEADS, 5)
-    # Inside `jit` nobody can know; then what is there stays.
+    # Inside `jit` the count is unknown, so earlier tokens are kept.
     full = append(cache, keys[:, :8], values[:, :8])
     over = append(full, keys[:, 8:], values[:, 8:])
     np.testing.assert_array_equal(over.keys.dequantize(), full.keys.dequantize())
@@ -255,8 +255,8 @@ def test_what_does_not_fit():
 
 
 @pytest.mark.parametrize("format", [eqq.Int4(32, symmetric=False), eqq.Int2(64, symmetric=False)])
-def test_zero_points_of_channels_lie_with_their_groups(format):
-    """They are packed, and those of several groups share bytes."""
+def test_zero_points_of_channels_belong_to_their_groups(format):
+    """Zero points are packed, and several groups share a byte."""
     keys = 3 + jr.normal(jr.key(0), (HEADS, 512, 4))
     cache = eqq.QuantizedCache.empty((HEADS, 512, 4), format, "int8", per_channel=True)
     for start in range(0, 512, cache.window):
@@ -268,7 +268,7 @@ def test_zero_points_of_channels_lie_with_their_groups(format):
 
 
 @pytest.mark.parametrize("window", [0, 4])
-def test_padding_that_is_not_a_number(window):
+def test_nan_in_padding_is_masked(window):
     cache = eqq.QuantizedCache.empty((2, 1, 8, 4), "int8", window=window)
     new = jnp.ones((2, 1, 3, 4)).at[:, :, 1:].set(jnp.nan)
     cache = append(cache, new, new, jnp.array([1, 1]))
@@ -276,7 +276,7 @@ def test_padding_that_is_not_a_number(window):
     np.testing.assert_allclose(cache.mix(shares), 1, rtol=0.01)
 
 
-def test_counts():
+def test_count_limits_the_appended_tokens():
     cache, new = eqq.QuantizedCache.empty((1, 8, 4), "int8"), jnp.ones((1, 3, 4))
     for count in (-1, 4):
         with pytest.raises(ValueError, match="`count` must be at least 0 and at most the 3"):

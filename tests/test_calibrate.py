@@ -1,4 +1,4 @@
-"""Calibrators: what range, scale and zero point data gives, in whatever pieces it comes."""
+"""Calibrators: the range, scale and zero point of data, however it is split into batches."""
 
 import functools as ft
 import json
@@ -21,7 +21,7 @@ from jaxtyping import TypeCheckError
 import eqquant as eqq
 from eqquant.calibrate import MinMax, MovingAverage, MSERange, Percentile
 from eqquant.calibrate._result import CalibrationResult
-from eqquant.calibrate._wide import Wide
+from eqquant.calibrate._uint64 import UInt64
 from eqquant.reference import integer_format
 
 from .helpers import assert_same
@@ -76,18 +76,18 @@ def make(kind, by="tensor", bits=8, symmetric=True, **kwargs):
     return kind(integer_format(bits, block_size=block_size, symmetric=symmetric), shape, axis, **kwargs)
 
 
-def range_of(x, bits=8, symmetric=True, rounding="half_even", block_size="tensor", axis=-1):
+def compute_range(x, bits=8, symmetric=True, rounding="half_even", block_size="tensor", axis=-1):
     """The result for one array, in integers of any width."""
     format = integer_format(bits, block_size=block_size, symmetric=symmetric, rounding=rounding)
     return MinMax(format, x, axis).update(x).result()
 
 
 def whole(q):
-    """The codes as whole numbers: those of symmetric integers from below zero."""
+    """The codes as integers, signed for symmetric formats."""
     return np.asarray(q.format.decode(eqq.unpack(q))).astype(int)
 
 
-def values_of(x, by):
+def dequantize_codes(x, by):
     """The values that share each scale, in plain Python, by the index of the scale."""
     block_size, shape, axis = BY[by]
     axes = axis if isinstance(axis, tuple) else (axis,)
@@ -115,8 +115,8 @@ def values_of(x, by):
         ("cal_minmax_-5..0_asym8", np.arange(-5, 1, dtype=np.float32), 8, False),
     ],
 )
-def test_min_max_is_the_references(name, x, bits, symmetric):
-    golden, result = GOLDEN[name], range_of(x, bits, symmetric)
+def test_min_max_equals_the_reference(name, x, bits, symmetric):
+    golden, result = GOLDEN[name], compute_range(x, bits, symmetric)
     close(result.scale, golden["scale"])
     close([result.min, result.max], [golden["min"], golden["max"]])
     assert golden["zero_point"] == (0 if symmetric else int(result.zero_point))
@@ -129,7 +129,7 @@ def test_min_max_is_the_references(name, x, bits, symmetric):
         ("cal_pct_1_99_ramp1000", np.arange(1000) / 100),
     ],
 )
-def test_percentile_is_the_references(name, x):
+def test_percentile_equals_the_reference(name, x):
     # A percentile is stated to 1/64 of its magnitude; the reference keeps all values and sorts them.
     golden, result = GOLDEN[name], Percentile(lower=1, upper=99).update(np.float32(x)).result()
     close(result.scale, golden["scale"], 1 / 64)
@@ -137,16 +137,16 @@ def test_percentile_is_the_references(name, x):
     assert float(result.min) == 0 <= golden["min"] < 0.2  # widened to include zero
 
 
-def test_moving_average_is_the_references():
+def test_moving_average_equals_the_reference():
     golden, calibrator = GOLDEN["cal_ma_0.5"], MovingAverage(momentum=0.5)
     result = calibrator.update(np.float32([-1, 1])).update(np.float32([-2, 2])).result()
     close([result.scale, result.min, result.max], [golden["scale"], golden["min"], golden["max"]])
 
 
 @pytest.mark.parametrize("bits, symmetric", [(4, True), (8, True), (8, False)])
-def test_codes_are_the_references(bits, symmetric):
+def test_codes_equal_the_reference(bits, symmetric):
     golden = GOLDEN[f"per_tensor_t6_{'' if symmetric else 'a'}sym{bits}"]
-    result = range_of(T6, bits, symmetric, "half_away")
+    result = compute_range(T6, bits, symmetric, "half_away")
     q = result.quantize(T6)
     # The reference stores affine codes less 128.
     assert (whole(q) - (0 if symmetric else 128)).tolist() == golden["q"]
@@ -155,10 +155,10 @@ def test_codes_are_the_references(bits, symmetric):
     assert golden["params"]["zero_points"] == ([] if symmetric else [int(result.zero_point)])
 
 
-def test_groups_are_the_references():
+def test_groups_equal_the_reference():
     golden = GOLDEN["per_group10_sin100_sym8"]
     x = np.sin(np.float32(0.1) * np.arange(100, dtype=np.float32))
-    result = range_of(x, rounding="half_away", block_size=10)
+    result = compute_range(x, rounding="half_away", block_size=10)
     close(result.scale, golden["params"]["scales"])
     error = result.quantize(x).dequantize() - x
     close(np.mean(np.square(error)), golden["mse"], 1e-4)  # errors are differences of float32 a hundred times larger
@@ -166,18 +166,18 @@ def test_groups_are_the_references():
 
 def test_ties():
     x = np.float32(GOLDEN["ties_sym4"]["x"])
-    assert float(range_of(x, 4).scale) == 1
-    assert whole(range_of(x, 4, rounding="half_away").quantize(x)).tolist() == GOLDEN["ties_sym4"]["q"]
-    assert whole(range_of(x, 4).quantize(x)).tolist() == [7, 0, 2, 2, 0, -2, -2, 3, 4]
+    assert float(compute_range(x, 4).scale) == 1
+    assert whole(compute_range(x, 4, rounding="half_away").quantize(x)).tolist() == GOLDEN["ties_sym4"]["q"]
+    assert whole(compute_range(x, 4).quantize(x)).tolist() == [7, 0, 2, 2, 0, -2, -2, 3, 4]
 
 
 def test_range_includes_zero():
     # The reference takes the range from 10 to 50, has no code for zero and saturates.
     golden, x = GOLDEN["cal_minmax_10..50_asym8"], np.float32([10, 20, 30, 40, 50])
-    result = range_of(x, 8, False)
+    result = compute_range(x, 8, False)
     assert (golden["min"], float(result.min), float(result.max)) == (10, 0, 50)
     close(result.quantize(x).dequantize(), x, 0.5 / 255 * 5)
-    below = range_of(-x, 8, False)
+    below = compute_range(-x, 8, False)
     assert (float(below.min), float(below.max), int(below.zero_point)) == (-50, 0, 255)
 
 
@@ -191,11 +191,11 @@ def test_range_includes_zero():
         *((4, False, by) for by in BY if by != "both"),
     ],
 )
-def test_formulas(bits, symmetric, by):
+def test_ranges_equal_their_formulas(bits, symmetric, by):
     x = data() + 0.5
     result = make(MinMax, by, bits, symmetric).update(x).result()
     assert (result.zero_point is None) == symmetric
-    expected, found = values_of(x, by), jtu.tree_map(np.asarray, result)
+    expected, found = dequantize_codes(x, by), jtu.tree_map(np.asarray, result)
     assert set(expected) == set(np.ndindex(result.scale.shape))
     assert result.scale.shape == result.min.shape == result.max.shape
     for index, values in expected.items():
@@ -207,7 +207,7 @@ def test_formulas(bits, symmetric, by):
     q = result.quantize(x)
     codes = whole(q)
     # Nothing is clipped, so nothing is off by more than half a step; and half a step more for a zero point.
-    errors = values_of(jnp.abs(q.dequantize() - x), by)
+    errors = dequantize_codes(jnp.abs(q.dequantize() - x), by)
     worst = max(max(values) / found.scale[index] for index, values in errors.items())
     assert 0.2 < float(worst) < (0.5 if symmetric else 1) + 1e-3
     if symmetric:
@@ -240,7 +240,7 @@ def test_dtypes(calibrator):
 @pytest.mark.parametrize(
     "kind, by", [("min_max", "both"), ("mse", "ragged"), *(("percentile", by) for by in ("tensor", "both", "across"))]
 )
-def test_order_and_pieces_do_not_matter(kind, by):
+def test_order_and_batch_sizes_do_not_matter(kind, by):
     parts = [data(seed=n) * 10.0 ** (n - 2) for n in range(4)]
     start = make(CALIBRATORS[kind], by, symmetric=False)
     forward = ft.reduce(lambda cal, x: cal.update(x), parts, start)
@@ -279,11 +279,11 @@ def test_transformations(calibrator):
     expected = ft.reduce(lambda cal, x: cal.update(x), parts, start)
 
     @jax.jit
-    def scanned(start, parts):
+    def scan_batches(start, parts):
         cal, _ = jax.lax.scan(lambda cal, x: (cal.update(x), None), start, parts)
         return cal, cal.result()
 
-    cal, result = scanned(start, parts)
+    cal, result = scan_batches(start, parts)
     close(cal.range(), np.asarray(expected.range()), 1e-5)
     close(result.scale, np.asarray(expected.result().scale), 1e-5)
 
@@ -351,7 +351,7 @@ def test_percentiles_are_as_accurate_as_stated(shape):
 
 
 @pytest.mark.parametrize("shape", ["normal", "uniform"])
-def test_percentiles_are_those_of_numpy(shape):
+def test_percentiles_equal_numpy(shape):
     # NumPy interpolates between order statistics, which differ by little in so many values.
     rng = np.random.default_rng(1)
     x = (rng.normal(size=100_000) if shape == "normal" else rng.uniform(-2, 1, size=100_000)).astype(np.float32)
@@ -367,7 +367,7 @@ def test_extreme_percentiles_are_exact(by):
 
 
 def test_counts_beyond_32_bits():
-    """Merged with itself, what was seen counts twice: 16 values become 2**36."""
+    """Merging a sketch with itself doubles the counts: 16 values become 2**36."""
     x = jnp.concatenate([jnp.full(15, 1.0), jnp.full(1, 100.0)])
     few = {kind: CALIBRATORS[kind]().update(x) for kind in ("percentile", "mse")}
     for kind, cal in few.items():
@@ -380,10 +380,10 @@ def test_counts_beyond_32_bits():
         assert int(moved.seen.counts.sum().low[0]) == 1
 
 
-def test_wide_counts():
+def test_uint64_arithmetic():
     rng = np.random.default_rng(0)
     numbers = rng.integers(0, 2**44, (3, 3073))
-    split = lambda x: Wide(jnp.asarray((x % 2**32).astype(np.uint32)), jnp.asarray((x >> 32).astype(np.uint32)))
+    split = lambda x: UInt64(jnp.asarray((x % 2**32).astype(np.uint32)), jnp.asarray((x >> 32).astype(np.uint32)))
     together = lambda x: np.asarray(x.low, np.int64) + (np.asarray(x.high, np.int64) << 32)
     np.testing.assert_array_equal(together(split(numbers)), numbers)
     np.testing.assert_array_equal(together(split(numbers).cumsum()), numbers.cumsum(axis=-1))
@@ -419,14 +419,14 @@ def squared_error(x, result):
 )
 def test_mse_beats_every_other_range(bits, symmetric):
     x = data((50_000,)) if symmetric else jnp.abs(data((50_000,)))
-    wide = range_of(x, bits, symmetric)
+    wide = compute_range(x, bits, symmetric)
     found = make(MSERange, "tensor", bits, symmetric).update(x).result()
     error = squared_error(x, found)
     assert error < (0.97 if bits == 8 else 0.8) * squared_error(x, wide)
     # No range on a grid of its own is better by more than 2 %: steps of the grid, and bins.
     ranges = [f * float(jnp.abs(x).max()) for f in np.geomspace(1 / 60, 1, 60)]
     for limit in ranges:
-        other = range_of(jnp.clip(x, -limit, limit), bits, symmetric)
+        other = compute_range(jnp.clip(x, -limit, limit), bits, symmetric)
         assert error < 1.02 * squared_error(x, other)
 
 
@@ -476,7 +476,7 @@ def test_shapes_and_axes():
 def test_formats_take_a_calibrated_scale(format, symmetric, axis, block_size):
     w = data((12, 10))
     format = format(block_size=block_size, symmetric=symmetric)
-    result = range_of(w, format.bits, symmetric, block_size=block_size, axis=axis)
+    result = compute_range(w, format.bits, symmetric, block_size=block_size, axis=axis)
     assert result.axis == axis or block_size == "tensor"
     q = eqq.quantize(w, format, axis=axis, scale=result.scale, zero_point=result.zero_point)
     np.testing.assert_array_equal(whole(q), whole(result.quantize(w)))
@@ -505,10 +505,10 @@ def test_a_result_knows_its_format_and_axis():
         result.quantize(1000 * w)
     # By hand, where a result is not seen: the values tell.
     for w in (jr.normal(jr.key(0), (64, 64)), jr.uniform(jr.key(0), (64, 64), minval=-1.0)):
-        scale = range_of(w).scale
+        scale = compute_range(w).scale
         with pytest.raises(ValueError, match=r"`scale` must suit the values and Int4\(.* relative error of 0\.[89]"):
             eqq.quantize(w, eqq.Int4("tensor"), scale=scale)
-        affine = range_of(w, symmetric=False)
+        affine = compute_range(w, symmetric=False)
         with pytest.raises(ValueError, match=r"`scale` must suit the values|`zero_point` must hold"):
             eqq.quantize(w, eqq.Int4("tensor", symmetric=False), scale=affine.scale, zero_point=affine.zero_point)
         for bits in (4, 3, 2):  # clipping on purpose
@@ -538,13 +538,13 @@ def test_given_scales_of_a_convolution():
     for format in ("int8", eqq.Int4(block_size=4), eqq.Int8("tensor")):
         result = MinMax(format, w, axes).update(w).result()
         assert_same(result.quantize(w), eqq.quantize(w, format, axis=axes))
-    assert_same(range_of(w, block_size=None, axis=axes).quantize(w), eqq.quantize(w, "int8", axis=axes))
+    assert_same(compute_range(w, block_size=None, axis=axes).quantize(w), eqq.quantize(w, "int8", axis=axes))
 
 
 @pytest.mark.long
 def test_given_scales_in_transformations():
     w = data((3, 4, 10))
-    result = range_of(w[0], block_size=None)
+    result = compute_range(w[0], block_size=None)
     quantize = lambda w, scale: eqq.quantize(w, "int8", scale=scale)
     expected = quantize(w[0], result.scale)
     assert_same(jax.jit(quantize)(w[0], result.scale), expected)
@@ -581,7 +581,7 @@ def test_errors_of_calibrators():
 
 @pytest.mark.parametrize("columns", [pytest.param(64, marks=pytest.mark.slow), 4096])
 @pytest.mark.parametrize("bad", [jnp.nan, pytest.param(-jnp.nan, marks=pytest.mark.slow), jnp.inf, -jnp.inf])
-def test_what_is_not_finite_inside_jit(calibrator, bad, columns):
+def test_nan_and_infinity_inside_jit(calibrator, bad, columns):
     """It makes the scale of its block NaN, and no other; outside it is refused."""
     x = jr.normal(jr.key(0), (8, columns)).at[3, columns // 2].set(bad)
     x = jnp.stack([jnp.ones_like(x), x, jnp.ones_like(x)])
@@ -622,7 +622,7 @@ def test_errors_of_shapes_and_formats():
 
 
 @pytest.mark.parametrize("lower, upper, remedy", [(0.001, 0.999, "99.9"), (0, 1, "100"), (0, 0.5, "50")])
-def test_percentiles_are_no_fractions(lower, upper, remedy):
+def test_fractions_as_percentiles_are_an_error(lower, upper, remedy):
     with pytest.raises(ValueError, match=f"not fractions. Got upper={upper}. Write `upper={remedy}`"):
         Percentile(lower=lower, upper=upper)
 
@@ -648,7 +648,7 @@ def test_errors_of_given_scales():
 
 
 def test_results_are_pytrees():
-    result = range_of(data((4, 6)), symmetric=False, block_size=None)
+    result = compute_range(data((4, 6)), symmetric=False, block_size=None)
     assert isinstance(jtu.tree_map(lambda a: a, result), CalibrationResult)
     assert [a.shape for a in jtu.tree_leaves(result)] == [(4, 1)] * 4
     jitted = eqx.filter_jit(lambda x, r: r.quantize(x).dequantize())
@@ -656,7 +656,7 @@ def test_results_are_pytrees():
     assert math.prod(result.scale.shape) == 4
 
 
-def test_mse_result_inside_of_shard_map():
+def test_mse_result_inside_shard_map():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
     x = jr.normal(jr.key(0), (2, 64))

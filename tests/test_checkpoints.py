@@ -1,4 +1,4 @@
-"""Files of other libraries: every array equals, bit for bit, what that library dequantizes."""
+"""Files of other libraries: every array dequantizes bit for bit as in that library."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def test_plain_files(tmp_path):
         checkpoint["aa"]
 
 
-def test_our_writer_for_the_reference_reader(tmp_path):
+def test_files_of_our_writer_in_the_reference_reader(tmp_path):
     path = tmp_path / "model.safetensors"
     tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": np.arange(3, dtype=np.int64), "q": eqq.quantize(jnp.ones((2, 64)))}
     eqq.save(path, tree)
@@ -141,7 +141,7 @@ def test_gguf():
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0"])
-def test_quantizing_gives_the_file_of_gguf(name):
+def test_quantizing_reproduces_the_gguf_file(name):
     checkpoint = eqq.io.open(GOLDEN / "model.gguf")
     dense = checkpoint["blk.ternary.float" if name.startswith("TQ") else "blk.F32.weight"]
     assert_same(eqq.quantize(dense, name.lower().replace("tq1", "tq2")), checkpoint[f"blk.{name}.weight"])
@@ -330,7 +330,7 @@ def halves(*shape):
         ({"weight": np.zeros((4, 0), np.int8), "SCB": np.ones(4, np.float32)}, r"values along .* shape \[4, 0\]"),
     ],
 )
-def test_nothing_to_quantize_and_odd_blocks(tmp_path, tensors, message):
+def test_bitsandbytes_empty_and_odd_blocks(tmp_path, tensors, message):
     path = tmp_path / "model.safetensors"
     save_file({f"l.{name}": x for name, x in tensors.items()}, path)
     groups = {"": {"weights": {"num_bits": 4}}}
@@ -414,7 +414,7 @@ def test_awq(tmp_path, monkeypatch, shape):
 
 @pytest.mark.parametrize("awq", [False, True])
 def test_group_size_of_the_configuration(tmp_path, awq):
-    def opened(groups, **settings):
+    def open_bytes(groups, **settings):
         qweight = np.zeros((96, 1) if awq else (12, 8), np.int32)
         tensors = {"qweight": qweight, "qzeros": np.zeros((groups, 1), np.int32), "scales": np.ones((groups, 8), "f2")}
         method = "awq" if awq else "gptq"
@@ -423,10 +423,10 @@ def test_group_size_of_the_configuration(tmp_path, awq):
 
     for groups, size in [(2, 64), (1, 64), (3, 96)]:  # the last group of 64 would be half of one
         with pytest.raises(ValueError, match=f"'l.scales': .*configuration, {size}. Got groups of {96 // groups} inp"):
-            opened(groups, group_size=size)
+            open_bytes(groups, group_size=size)
     for groups, size in [(2, 48), (1, -1), (1, 128), (3, None)]:
-        assert opened(groups, group_size=size).shape == (8, 96)
-    assert opened(2, group_size=64, dynamic={"l": {"group_size": 48}}).shape == (8, 96)
+        assert open_bytes(groups, group_size=size).shape == (8, 96)
+    assert open_bytes(2, group_size=64, dynamic={"l": {"group_size": 48}}).shape == (8, 96)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -457,7 +457,7 @@ def test_mlx_affine(tmp_path, bits):
     assert "modes affine, mxfp4" in eqq.io.open(tmp_path).rows[0].problem
 
 
-def test_what_mlx_wrote():
+def test_files_written_by_mlx():
     checkpoint, expected = eqq.io.open(GOLDEN / "mlx"), np.load(GOLDEN / "mlx" / "expected.npz")
     assert checkpoint.dialect == "mlx" and len(checkpoint) == len(expected) == 11
     for name in set(expected) - {"dense"}:
@@ -551,7 +551,7 @@ def test_mxfp4_of_compressed_tensors_and_gpt_oss(tmp_path):
 
 
 def test_gptq_of_three_bits_by_gptqmodel(tmp_path):
-    """GPTQModel subtracts one from zero points in words of its own, which are those of others in reverse."""
+    """GPTQModel subtracts one from zero points in its own words, with the bits in reverse order."""
     codes = pack_words(np.full((2, 32), 4), 3).view(np.uint32)
     words = [0b00100100100100100100100100100100, 0b10010010010010010010010010010010, 0b01001001001001001001001001001001]
     tensors = {

@@ -56,7 +56,7 @@ def test_inspect(run, checkpoint):
     assert [row["shape"] for row in rows if row["name"] == "embed.weight"] == [[20, 64]]
 
 
-def test_names_fold(run, tmp_path):
+def test_long_names_fold(run, tmp_path):
     name = "encoder.layer.0.attention.output.LayerNorm_of_the_output.weight"
     save_file({name: np.ones((1000, 384), np.float32)}, tmp_path / "a.safetensors")
     save_file({name: np.full((1000, 384), 1.5, np.float32)}, tmp_path / "b.safetensors")
@@ -86,7 +86,7 @@ def test_quantize(run, checkpoint, tmp_path):
     assert eqx.tree_equal(loaded["layers"]["1"]["proj"]["weight"], wanted)
 
 
-def test_into_a_model(run, tmp_path):
+def test_load_a_converted_checkpoint_into_a_model(run, tmp_path):
     model = eqx.nn.MLP(64, 4, 32, 1, key=jr.key(0))
     eqq.save(tmp_path / "float.safetensors", model)
     run("quantize", tmp_path / "float.safetensors", tmp_path / "nf4.safetensors", "--format", "nf4")
@@ -415,7 +415,7 @@ def test_no_file_of_the_input_is_replaced(run, sources, command, source, output,
 
 
 def test_no_picture_or_page_replaces_a_checkpoint(run, checkpoint, tmp_path):
-    # Files are read by what they hold, whatever their name.
+    # The content of a file tells its layout, whatever its name.
     for name in ("page.html", "a.svg", "b.png"):
         (tmp_path / name).write_bytes(checkpoint.read_bytes())
     a, b = tmp_path / "a.svg", tmp_path / "b.png"
@@ -441,7 +441,7 @@ def test_values_that_are_not_finite(run, tmp_path):
     )
 
 
-def test_no_room_on_the_disk(run, checkpoint, tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error(run, checkpoint, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out.safetensors")
 
@@ -454,7 +454,7 @@ def test_no_room_on_the_disk(run, checkpoint, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("to", ["gguf", "compressed-tensors"])
-def test_what_cannot_be_written_whole_is_not_there(run, checkpoint, tmp_path, monkeypatch, to):
+def test_an_incomplete_output_is_removed(run, checkpoint, tmp_path, monkeypatch, to):
     original, files = os.fsync, []
 
     def full(file):
@@ -488,11 +488,11 @@ def test_a_picture_that_cannot_be_drawn(run, checkpoint, tmp_path, monkeypatch):
     assert "<svg" in (tmp_path / "errors.svg").read_text()
 
 
-def test_ctrl_c(run, checkpoint, tmp_path, monkeypatch):
-    def interrupted(*_, **__):
+def test_interrupt_exits_without_a_traceback(run, checkpoint, tmp_path, monkeypatch):
+    def raise_interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(eqq.io.Checkpoint, "__getitem__", interrupted)
+    monkeypatch.setattr(eqq.io.Checkpoint, "__getitem__", raise_interrupt)
     assert "stopped" in run("quantize", checkpoint, tmp_path / "out.safetensors", code=130)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
@@ -506,7 +506,7 @@ def test_the_suffix_of_gguf_is_its_layout(run, checkpoint, tmp_path):
     assert eqq.io.open(tmp_path / "c.gguf").dialect == "gguf"
 
 
-def test_sizes_that_hardly_differ(run, checkpoint, tmp_path):
+def test_nearly_equal_sizes_print_as_equal(run, checkpoint, tmp_path):
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     run("quantize", checkpoint, a, "--format", "int8")
     assert ", the same size, " in run("convert", a, b)
@@ -557,7 +557,7 @@ OPTIONS = {
     "bench": {"--format": ("int8",), "--size": ("64",), "--rows": ("2",), "--rounds": ("1",)},
     "report": {"--format": ("int4",), "--axis": ("-2",), "--force": ()},
 }
-# Those that exclude each other, and what the error says.
+# Options that exclude each other, and the error.
 EXCLUDE = {
     ("--format", "--bits"): "--format says both already",
     ("--format", "--group-size"): "--format says both already",

@@ -20,7 +20,7 @@ def close(actual, expected, tol=1e-5):
 
 
 def check(leaf, rows, *, threshold=6.0):
-    """The statistics of one leaf are those of `rows`, which are all of its inputs."""
+    """Checks the statistics of one leaf against `rows`, all of its inputs."""
     rows = np.asarray(rows, np.float64)
     assert leaf.rows.dtype == np.int64 and int(leaf.rows) == len(rows)
     close(leaf.min, rows.min(axis=0))
@@ -181,7 +181,7 @@ def test_both_sides_of_the_product():
     assert collect_stats(w, data, apply=lambda w, x: x @ w)["the array"].axis == -2
 
 
-def test_the_product_is_right():
+def test_outputs_are_unchanged():
     for w in (normal(6, 4), eqq.quantize(normal(6, 4), "int8"), normal(3, 6, 4)):
         for x in (normal(6), normal(5, 6), normal(3, 2, 6)):
             if w.ndim == 3 and x.ndim == 2:
@@ -210,7 +210,7 @@ class Reader(eqx.Module):
         return self.linear(self.embedding(i))
 
 
-def test_lookups_are_no_products():
+def test_lookups_are_not_observed_as_products():
     model = Reader(eqx.nn.Embedding(10, 8, key=jr.key(0)), eqx.nn.Linear(8, 2, key=jr.key(1)))
     ids = jnp.arange(6) % 3
     for model in (model, eqq.quantize_tree(model, "int8")):
@@ -315,7 +315,7 @@ def test_gradients_of_lookups_that_are_not_finite():
         lambda w, x: jnp.sort(w) @ x.T,
     ],
 )
-def test_report_says_what_was_not_seen(use):
+def test_the_report_names_unobserved_weights(use):
     model = {"seen": normal(4, 6), "unseen": normal(4, 6, seed=1)}
     stats = collect_stats(model, [normal(5, 6)], apply=lambda m, x: (use(m["unseen"], x), x @ m["seen"].T))
     assert (stats["unseen"].axis, stats["unseen"].second_moment) == (None, None)
@@ -325,7 +325,7 @@ def test_report_says_what_was_not_seen(use):
     assert "in another way than as a product, which was not seen" in partly["seen"].note
 
 
-def test_a_convolution_of_ones_own():
+def test_a_custom_convolution():
     class Own(eqx.nn.Conv1d):
         def __call__(self, x, *, key=None):
             return eqx.nn.Conv1d.__call__(self, jnp.sin(x))
@@ -422,7 +422,7 @@ def test_one_vector_for_many_weights():
 
 
 @pytest.mark.parametrize("around", ["jit", "checkpoint", "while", "cond", "grad", "jvp"])
-def test_inside_of_transformations(around):
+def test_products_inside_transformations(around):
     w, x = normal(5, 5), normal(4, 5, seed=1)
 
     def layer(w, x):
@@ -500,7 +500,7 @@ def test_where():
     assert [leaf.path for leaf in stats.leaves] == ["layers.0.weight", "layers.2.weight"]
 
 
-def test_what_is_watched_is_what_is_quantized():
+def test_observed_leaves_are_quantized_leaves():
     model = {
         "conv": eqx.nn.Conv1d(4, 8, 2, key=jr.key(0)),
         "norm": eqx.nn.GroupNorm(4, 8, channelwise_affine=True),
@@ -621,7 +621,7 @@ def test_a_weight_that_is_mapped_over_by_rows():
         collect_stats(model, [normal(8, 7)])
 
 
-def test_names_are_no_markup():
+def test_names_are_not_parsed_as_markup():
     model = {"[bold]w": normal(4, 6), "[/x]": normal(4, 6)}
     stats = collect_stats(model, [normal(8, 6)], apply=lambda m, x: [x @ w.T for w in m.values()])
     assert "[bold]w" in str(stats) and "[/x]" in str(stats)
@@ -644,6 +644,6 @@ def test_thresholds():
     assert type(stats.threshold) is float and json.loads(stats.to_json())["threshold"] is None
 
 
-def test_a_dict_is_no_list_of_batches():
+def test_a_dict_of_batches_is_an_error():
     with pytest.raises(TypeError, match="Got a dict. Pass a list of batches"):
         collect_stats(eqx.nn.Linear(6, 4, key=jr.key(0)), {"x": normal(8, 6)})

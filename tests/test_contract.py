@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 import eqquant as eqq
 
-from .helpers import assert_close, assert_same, FORMATS, one_in, primitives, sqnr, SWEPT_FORMATS, weights
+from .helpers import assert_close, assert_same, FORMATS, mark_slow, primitives, sqnr, SWEPT_FORMATS, weights
 
 
 pytestmark = pytest.mark.parametrize("name", SWEPT_FORMATS)
@@ -59,7 +59,7 @@ def test_error_on_normal_weights(row, getkey):
     assert sqnr(x, eqq.quantize(x, row.format)) > row.sqnr
 
 
-@pytest.mark.parametrize("shape, axis", one_in(3, SHAPES))
+@pytest.mark.parametrize("shape, axis", mark_slow(3, SHAPES))
 def test_shape_and_axis(row, getkey, shape, axis):
     x = weights(getkey(), shape)
     q = eqq.quantize(x, row.format, axis=axis)

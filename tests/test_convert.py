@@ -164,7 +164,7 @@ def test_tokenizers_for_llama_cpp(folder):
         ("config.json", {**LLAMA, "rope_scaling": {"type": "linear"}}, "'factor'"),
     ],
 )
-def test_what_llama_cpp_cannot_be_told(folder, file, change, message):
+def test_settings_that_gguf_cannot_express(folder, file, change, message):
     (folder / file).write_text(json.dumps(change))
     with pytest.raises(ValueError, match=message):
         to_gguf(folder)
@@ -248,7 +248,7 @@ def shared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("file, change, message", ODD, ids=lambda x: str(x)[:40] if isinstance(x, str) else "")
-def test_what_does_not_agree_is_refused(shared, file, change, message):
+def test_contradictory_metadata_is_refused(shared, file, change, message):
     for path in shared.glob("*.j*"):
         path.unlink()
     files = {"config.json": LLAMA, "tokenizer.json": BYTES, "tokenizer_config.json": {}, file: change}
@@ -322,7 +322,7 @@ def test_gptq_to_gptq(make, tmp_path):
     assert config["quantization_config"]["desc_act"] is (make is act_order)
 
 
-def test_act_order_fits_nowhere_else(tmp_path):
+def test_act_order_is_refused_by_other_layouts(tmp_path):
     act_order(tmp_path / "in.safetensors")
     with pytest.raises(ValueError, match="'l.weight' must have its inputs in order.*only GPTQ"):
         eqq.io.convert(tmp_path / "in.safetensors", tmp_path / "out", dialect="mlx")

@@ -81,8 +81,8 @@ def test_not_finite(getkey):
         same_bits(q.dequantize(), jax.jit(dequantize_rows)(q))
 
 
-def test_bytes_stay_with_xla(getkey):
-    """XLA fuses their decoding with what follows."""
+def test_eight_bit_codes_use_xla(getkey):
+    """XLA fuses their decoding with the consumer."""
     q = eqq.quantize(weights(getkey(), (4, 256)), "int8")
     assert calls(lambda q: q.dequantize(), q) == 0
 
@@ -123,7 +123,7 @@ def test_gradients(getkey):
     same_bits(jax.jvp(lambda x: loss(model, x), (x,), (x,))[1], (model["w"].dequantize() * x).sum())
 
 
-def test_exported_and_divided_programs_have_no_call(getkey):
+def test_exported_and_sharded_programs_have_no_native_call(getkey):
     q = eqq.quantize(weights(getkey(), (8, 256)), "nf4")
     exported = jax.export.export(jax.jit(lambda q: q.dequantize()))(q)
     assert CALL not in exported.mlir_module()

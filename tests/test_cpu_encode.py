@@ -40,7 +40,7 @@ KINDS = (
 )
 
 
-def quantized(w, format, **options):
+def quantize_both(w, format, **options):
     """Quantizes inside `jit`, where values are not checked, by a program of its own."""
     return jax.jit(lambda w: eqq.quantize(w, format, **options))(w)
 
@@ -52,7 +52,7 @@ def by_xla(monkeypatch):
     def quantize(w, format, **options):
         with monkeypatch.context() as patch:
             patch.setattr(native, "refusal", lambda: "off")
-            return quantized(w, format, **options)
+            return quantize_both(w, format, **options)
 
     return quantize
 
@@ -89,7 +89,7 @@ def assert_same_bits(a, b):
 def check_bits(getkey, by_xla, name, shape, dtype=jnp.float32):
     format = FORMATS[name].format
     w = hostile(getkey(), shape, dtype)
-    assert_same_bits(quantized(w, format), by_xla(w, format))
+    assert_same_bits(quantize_both(w, format), by_xla(w, format))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -125,7 +125,7 @@ def test_steps(name):
     np.testing.assert_array_equal(found, jax.jit(format.encode)(x))
 
 
-def test_what_is_native(getkey):
+def test_native_formats(getkey):
     w = weights(getkey(), (4, 256))
     count = lambda f: calls(lambda w: eqq.quantize(w, f), w)[0]
     assert [count(f) for f in (eqq.NF4(), eqq.Int4(), eqq.formats.Q4_0(), eqq.Int8(), eqq.FP8())] == [1, 1, 1, 0, 0]
@@ -135,7 +135,7 @@ def test_what_is_native(getkey):
             return super().encode(values) ^ 1
 
     assert count(Own()) == 0  # it may do anything
-    own, plain = quantized(w, Own()), quantized(w, eqq.Int4())
+    own, plain = quantize_both(w, Own()), quantize_both(w, eqq.Int4())
     np.testing.assert_array_equal(eqq.unpack(own) ^ 1, eqq.unpack(plain))
     assert calls(lambda w: eqq.quantize(w, "nf4", method=eqq.MSE()), w)[0] == 1
     assert calls(lambda w: eqq.quantize(w, "nf4", key=jax.random.key(0)), w)[0] == 0
@@ -185,7 +185,7 @@ def test_sharded(getkey):
     assert calls(alone, w)[0] == 1
 
 
-def test_of_another_method(getkey):
+def test_methods_that_choose_codes_are_not_replaced(getkey):
     """A method that finds codes itself is not replaced."""
     assert quantize_packed(eqq.GPTQ(None), weights(getkey(), (2, 64)), eqq.NF4(), None) is None
 

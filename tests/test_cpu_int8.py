@@ -39,7 +39,7 @@ FORMATS = {
 }
 
 
-def codes_of(key, shape):
+def unpack_codes(key, shape):
     return jr.randint(key, shape, -127, 128, jnp.int8)
 
 
@@ -50,7 +50,7 @@ def product(x, q, **options):
     return cpu_int8.matmul(x, dispatch.as_stored_weight(q), layout, **options)
 
 
-def expected(x, x_scale, q):
+def compute_expected(x, x_scale, q):
     """Integer sums of blocks, scaled in float64; and the sums of their magnitudes."""
     layout, packed = layout_of(q.format, q.shape[-1]), dispatch.as_packed_weight(q)
     whole = np.asarray(layout.table, np.int64)[np.asarray(eqq.unpack(q))]
@@ -65,7 +65,7 @@ def expected(x, x_scale, q):
 
 
 def check(y, x, x_scale, q):
-    e, magnitude = expected(x, x_scale, q)
+    e, magnitude = compute_expected(x, x_scale, q)
     assert y.shape == e.shape
     rounding = {"float32": 0, "bfloat16": 2.0**-8, "float16": 2.0**-10}[jnp.dtype(y.dtype).name]
     assert (np.abs(np.asarray(y, np.float64) - e) <= 2e-6 * magnitude + rounding * np.abs(e)).all()
@@ -75,7 +75,7 @@ def check(y, x, x_scale, q):
 def test_product(getkey, name):
     q = eqq.quantize(weights(getkey(), (50, 582)), FORMATS[name])
     for m in (1, 3, 20, 70):
-        x, x_scale = codes_of(getkey(), (m, 582)), jnp.abs(weights(getkey(), (m, 1)))
+        x, x_scale = unpack_codes(getkey(), (m, 582)), jnp.abs(weights(getkey(), (m, 1)))
         check(product(x, q, x_scale=x_scale, dtype=jnp.float32), x, x_scale, q)
 
 
@@ -83,9 +83,9 @@ def test_product(getkey, name):
 def test_equals_integers_to_the_bit(getkey, m):
     """With scales of powers of two nothing is rounded while sums stay below 2^24."""
     for k in (200, 1024):
-        w = codes_of(getkey(), (40, k)).at[:, 0].set(127)
+        w = unpack_codes(getkey(), (40, k)).at[:, 0].set(127)
         q = eqq.quantize(w.astype(jnp.float32), "int8")
-        x = codes_of(getkey(), (m, k))
+        x = unpack_codes(getkey(), (m, k))
         y = product(x, q, x_scale=jnp.full((m, 1), 0.5), dtype=jnp.float32)
         whole = np.asarray(x, np.int64) @ np.asarray(w, np.int64).T
         assert np.abs(whole).max() < 2**24
@@ -105,7 +105,7 @@ def test_sums_that_fill_32_bits(m):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("m", [1, 33])
-def test_quantizes_rows_inside(getkey, m, dtype):
+def test_the_kernel_quantizes_rows(getkey, m, dtype):
     x = weights(getkey(), (m, 300)).astype(dtype).at[0, 3].set(0)
     q = eqq.quantize(weights(getkey(), (24, 300)), "int4")
     floats = np.asarray(x.astype(jnp.float32))
@@ -118,7 +118,7 @@ def test_quantizes_rows_inside(getkey, m, dtype):
 @pytest.mark.parametrize("weight", ["int8", "int4", "int4_odd", "ternary"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("m", [1, 4, 33])
-def test_quantizes_rows_with_zero_points_inside(getkey, m, dtype, weight):
+def test_the_kernel_quantizes_rows_with_zero_points(getkey, m, dtype, weight):
     """A range of 255 units has codes without a tie, so that the last bit of its scale changes none of them."""
     whole = jr.randint(getkey(), (m, 300), -64, 192).at[:, 5].set(-64).at[:, 7].set(191)
     x = (whole / 8).astype(dtype)
@@ -133,7 +133,7 @@ def test_quantizes_rows_with_zero_points_inside(getkey, m, dtype, weight):
 @pytest.mark.parametrize("scale", [0.02, 1 / 3, 1e-12, 3e-38, 1e37])
 @pytest.mark.parametrize("zero", [None, 0, 131, 255])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_quantizes_rows_by_given_scales_inside(getkey, dtype, zero, scale):
+def test_the_kernel_quantizes_rows_by_static_scales(getkey, dtype, zero, scale):
     """As it multiplies codes by NumPy's division: with ties, values that are clipped, and rows that are not finite."""
     scale, most = np.float32(scale), float(jnp.finfo(dtype).max)
     q = eqq.quantize(weights(getkey(), (24, 300)) / 1e6, "int4")
@@ -181,7 +181,7 @@ def test_rows_that_are_zero_or_not_finite(getkey):
 @pytest.mark.parametrize("m", [1, 40])
 def test_batches_and_orders(getkey, m):
     q = eqq.quantize(weights(getkey(), (2, 3, 24, 130)), "int4")
-    x, x_scale = codes_of(getkey(), (2, 3, m, 130)), jnp.abs(weights(getkey(), (2, 3, m, 1)))
+    x, x_scale = unpack_codes(getkey(), (2, 3, m, 130)), jnp.abs(weights(getkey(), (2, 3, m, 1)))
     y = product(x, q, x_scale=x_scale, dtype=jnp.float32)
     check(y, x, x_scale, q)
     options = dict(x_scale=x_scale, dtype=jnp.float32)
@@ -190,7 +190,7 @@ def test_batches_and_orders(getkey, m):
     np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, by_columns=(False, True), **options), y)
 
 
-def test_refuses_what_is_no_integer(getkey):
+def test_non_integer_operands_are_refused(getkey):
     for format, why in (("nf4", "integers of at most eight bits"), ("fp8", "consecutive"), ("dynamic8", "consecutive")):
         layout = layout_of(eqq.quantize(weights(getkey(), (8, 256)), format).format, 256)
         assert why in (cpu_int8.refusal(layout, 2, 8, jnp.float32) or "")
@@ -199,10 +199,10 @@ def test_refuses_what_is_no_integer(getkey):
     assert "nothing" in (cpu_int8.refusal(layout, 0, 8, jnp.float32) or "")
 
 
-def test_wrong_operands_are_not_crashes(getkey):
+def test_wrong_operands_do_not_crash(getkey):
     q = eqq.quantize(weights(getkey(), (8, 256)), "int8")
     layout, packed = layout_of(q.format, 256), dispatch.as_stored_weight(q)
-    x, ones, one = codes_of(getkey(), (2, 256)), jnp.ones((2, 1)), jnp.ones((2, 1), jnp.uint8)
+    x, ones, one = unpack_codes(getkey(), (2, 256)), jnp.ones((2, 1)), jnp.ones((2, 1), jnp.uint8)
     for args, options, why in (
         ((x[:, :255], packed, layout), {"x_scale": ones}, "x and the weight do not fit"),
         ((x, packed, layout), {}, "number of arguments"),

@@ -1,4 +1,4 @@
-"""`cpu`, the native kernels, against the dense product; and what becomes of products where they are missing."""
+"""`cpu`, the native kernels, against the dense product; and products without the native package."""
 
 import concurrent.futures
 import dataclasses
@@ -49,7 +49,7 @@ def check_terms(y, x, w):
 
 
 @needs_native
-def test_few_functions_on_the_way(getkey, monkeypatch):
+def test_few_calls_from_matmul_to_the_kernel(getkey, monkeypatch):
     """A reader passes twelve functions from `x @ q` to the call of a kernel; `docs/design.md` names them."""
     found, original = [], jax.ffi.ffi_call
 
@@ -93,7 +93,7 @@ def test_dtypes(getkey, name, dtype):
 )
 def test_offsets(getkey, format, m):
     q = eqq.quantize(weights(getkey(), (3, 40, 512)), format)
-    # With a mean, large parts cancel: those of codes, and those of offsets.
+    # With a mean, the large sums of codes and of offsets cancel.
     x, z = weights(getkey(), (3, m, 512)) + 0.5, weights(getkey(), (3, m, 40)) + 0.5
     check(x, q)
     check(z, q, transpose=True)
@@ -213,8 +213,8 @@ def test_no_transpose_is_written(getkey, name):
 @pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("name", ["nf4", "int8", "binary", "mxfp4", "q4_k", "q2_k"])
 @pytest.mark.parametrize("m", [1, 2, 4, 64])
-def test_as_exact_as_float32(getkey, name, m, precision):
-    """The errors are at most twice those of XLA's own product."""
+def test_as_accurate_as_float32(getkey, name, m, precision):
+    """The errors are at most twice the errors of XLA's product."""
     q = eqq.quantize(weights(getkey(), (256, 4096)), FORMATS[name].format)
     x = weights(getkey(), (m, 4096)) + 0.25
     dense = q.dequantize()
@@ -324,7 +324,7 @@ def test_numbers_of_very_different_size(getkey, name, kind):
 @pytest.mark.parametrize("name", ["ternary", "nf4", "fp8_e4m3"])
 @pytest.mark.parametrize("m", [16, 17, 33])
 def test_a_row_whose_scale_is_infinite(getkey, name, m):
-    """Its results are those of XLA, of a last row alone in its tile too."""
+    """Results equal XLA's, also for a last row that is alone in its tile."""
     q = eqq.quantize(weights(getkey(), (20, 512)), FORMATS[name].format)
     infinite = jax.lax.bitcast_convert_type(jnp.float32(jnp.inf), q.scale_bits.dtype)
     q = eqx.tree_at(lambda q: q.scale_bits, q, q.scale_bits.at[3].set(infinite))
@@ -388,7 +388,7 @@ def test_threads_at_once(getkey, seconds):
 @needs_native
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_use():
-    """The kernels own no threads and no locks: a child runs what its parent compiled, though JAX warns of it."""
+    """The kernels have no threads and no locks: a forked child runs the compiled program."""
     code = """
 import os, warnings
 import jax, jax.numpy as jnp, numpy as np, eqquant as eqq
@@ -419,8 +419,8 @@ def test_sharded(getkey):
 
 
 @needs_native
-def test_random_operands_are_not_crashes(getkey):
-    """XLA hands over what Python gave; a call that does not fit is an error with a sentence."""
+def test_random_operands_do_not_crash(getkey):
+    """XLA passes any operands; a call with wrong operands is an error with a message."""
     q = eqq.quantize(weights(getkey(), (8, 256)), "nf4")
     layout, packed = layout_of(q.format, 256), dispatch.as_stored_weight(q)
     x = weights(getkey(), (2, 256))
@@ -506,7 +506,7 @@ def falls_back(why):
     assert (np.asarray(x @ q.T) == 256).all()
 
 
-def test_not_installed(fresh):
+def test_the_native_package_is_missing(fresh):
     fresh.setitem(sys.modules, "eqquant_cpu", None)
     falls_back("native kernels are not installed")
 
@@ -526,7 +526,7 @@ def test_a_library_that_does_not_load(fresh, tmp_path):
 
 
 @needs_native
-def test_of_another_version(fresh):
+def test_a_library_of_another_version(fresh):
     version = native.VERSION
     fresh.setattr(native, "VERSION", "9.9.9")
     falls_back(f"`eqquant-cpu` is version {version}")
@@ -534,6 +534,6 @@ def test_of_another_version(fresh):
 
 @needs_native
 @pytest.mark.parametrize("version", [None, 2, 1000])
-def test_for_another_jaxlib(fresh, version):
+def test_a_library_for_another_jaxlib(fresh, version):
     fresh.setattr(native, "_api_version", lambda: version)
     falls_back("was built for another jaxlib")

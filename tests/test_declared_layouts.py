@@ -71,7 +71,7 @@ def test_autoround_of_some_layers(tmp_path):
         ({"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, "must have the shape of awq"),
     ],
 )
-def test_what_the_configuration_leaves_open_is_an_error(tmp_path, settings, message):
+def test_an_incomplete_configuration_is_an_error(tmp_path, settings, message):
     checkpoint = write(tmp_path, gptq_tensors(7) | {"b": np.ones(3, np.float32)}, **settings)
     assert list(checkpoint) == ["l.weight", "b"] and checkpoint["b"].shape == (3,)
     assert "cannot be read" in str(checkpoint) and "Cannot be read" in str(checkpoint)
@@ -79,7 +79,7 @@ def test_what_the_configuration_leaves_open_is_an_error(tmp_path, settings, mess
         checkpoint["l.weight"]
 
 
-def test_awq_has_one_way(tmp_path):
+def test_awq_has_one_layout(tmp_path):
     tensors = {
         "l.qweight": pack_words(np.full((64, 32), 9), 4),
         "l.qzeros": pack_words(np.full((1, 32), 8), 4),
@@ -111,13 +111,13 @@ def test_symmetric_zero_points_of_the_other_version(tmp_path):
     assert w[0, 0] == 0  # then the label decides
 
 
-def test_the_file_of_autogptq_beside_the_weights(tmp_path):
+def test_reads_the_configuration_file_of_autogptq(tmp_path):
     save_file({k: np.ascontiguousarray(v) for k, v in gptq_tensors(5).items()}, tmp_path / "model.safetensors")
     (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 64, "sym": false, "desc_act": false}')
     assert eqq.io.open(tmp_path)["l.weight"][0, 0] == 3
 
 
-def test_bits_that_shapes_leave_open(tmp_path):
+def test_ambiguous_bits_are_an_error(tmp_path):
     # MLX: 8 bits in groups of 32 have the shapes of 4 bits in groups of 64.
     tensors = {"l.weight": np.ones((4, 16), np.uint32), "l.scales": np.ones((4, 2), np.float16)}
     tensors["l.biases"] = tensors["l.scales"]

@@ -30,7 +30,7 @@ def delayed(w, format="fp8", largest=None, **options):
     return model if largest is None else eqx.tree_at(lambda m: m["w"].amax, model, jnp.asarray(largest))
 
 
-def seen(function, model, *args):
+def observe_amax(function, model, *args):
     """What a step saw: the gradient of the largest magnitudes."""
     return eqx.filter_jit(eqx.filter_grad(function))(model, *args)["w"].amax
 
@@ -42,7 +42,7 @@ def product(model, x, dy):
 # Values
 
 
-def rounded(x, kind, largest):
+def round_by_amax(x, kind, largest):
     """The values of an array that is scaled by a largest magnitude, in float64."""
     x = np.asarray(x, np.float32)
     end, dtype = {
@@ -56,7 +56,7 @@ def rounded(x, kind, largest):
 
 
 @pytest.mark.parametrize(("format", "kinds"), [("fp8", ("e4m3", "e4m3", "e5m2")), ("int8", ("int8",) * 3)])
-def test_steps_against_numpy(operands, format, kinds):
+def test_steps_equal_numpy(operands, format, kinds):
     """The three products of each step, whose operands grow and shrink, and the history; with a margin."""
     x, w, dy = operands
     model, lr = delayed(w, format), 0.01
@@ -79,7 +79,7 @@ def test_steps_against_numpy(operands, format, kinds):
         largest = np.where(history.max(0) > 0, history.max(0) * np.float32(2**0.5), now)
         model, state, (y, dx, grads) = step(model, state, *scaled)
         rounded_x, rounded_w, rounded_dy = (
-            rounded(*a) for a in zip((scaled[0], before, scaled[1]), kinds, largest, strict=True)
+            round_by_amax(*a) for a in zip((scaled[0], before, scaled[1]), kinds, largest, strict=True)
         )
         close(y, rounded_x, rounded_w)
         close(dx, rounded_dy, rounded_w.T)
@@ -92,12 +92,12 @@ def test_steps_against_numpy(operands, format, kinds):
         assert n == 0 or (np.abs(rounded_x).max() < now[0] * 0.99) == (factor == 3.0)  # clipped where it grew
 
 
-def test_values_beyond_the_largest_are_clipped(operands):
+def test_values_above_the_amax_are_clipped(operands):
     x, w, dy = operands
     model = delayed(w, "fp8", magnitudes(x, w, dy))
     for factor in (4, 1e30):
         y = (factor * x) @ model["w"].T
-        close(y, rounded(factor * x, "e4m3", magnitudes(x)[0]), rounded(w, "e4m3", magnitudes(w)[0]))
+        close(y, round_by_amax(factor * x, "e4m3", magnitudes(x)[0]), round_by_amax(w, "e4m3", magnitudes(w)[0]))
         assert jnp.isfinite(jax.grad(product)(model, x, factor * dy)["w"].array).all()
 
 
@@ -125,18 +125,18 @@ def test_not_finite(operands, format, bad):
         updates, state = optim.update(grads, state, model)
         model = eqx.apply_updates(model, updates)
     np.testing.assert_array_equal(model["w"].amax, [0, magnitudes(w)[0], 0])
-    np.testing.assert_array_equal(seen(product, model, x, dy), magnitudes(x, w, dy))
+    np.testing.assert_array_equal(observe_amax(product, model, x, dy), magnitudes(x, w, dy))
     assert jnp.isfinite(x @ model["w"].T).all()
 
 
 # Where magnitudes come from
 
 
-def test_examples_have_the_largest_of_all(operands):
+def test_amax_covers_all_examples(operands):
     """Where JAX sums the gradients of examples: under `vmap`, of a gradient too, and in functions with rules."""
     x, w, dy = operands
     model, expected = delayed(w), magnitudes(x, w, dy)
-    np.testing.assert_array_equal(seen(product, model, x, dy), expected)
+    np.testing.assert_array_equal(observe_amax(product, model, x, dy), expected)
 
     def by_examples(model, x, dy):
         return jnp.sum(jax.vmap(lambda x: model["w"] @ x)(x) * dy)
@@ -149,12 +149,12 @@ def test_examples_have_the_largest_of_all(operands):
         return jnp.sum(jax.vmap(pieces)(x.reshape(4, 5, 40)) * dy.reshape(4, 5, 24))
 
     for function in (by_examples, in_pieces, with_a_rule):
-        np.testing.assert_array_equal(seen(function, model, x, dy), expected)
-    each_example = jax.vmap(lambda x, dy: seen(product, model, x[None], dy[None]))(x, dy)
+        np.testing.assert_array_equal(observe_amax(function, model, x, dy), expected)
+    each_example = jax.vmap(lambda x, dy: observe_amax(product, model, x[None], dy[None]))(x, dy)
     np.testing.assert_array_equal(each_example, np.broadcast_to(expected, (20, 3)))
 
 
-def test_each_model_has_its_own(operands):
+def test_each_model_has_its_own_amax(operands):
     """An ensemble, and a stack of layers in a `scan`, with `jax.checkpoint` and without."""
     x, _, _ = operands
     stack = weights(jr.key(7), (3, 40, 40)) / 6
@@ -171,17 +171,17 @@ def test_each_model_has_its_own(operands):
         layer = lambda x, model: (jnp.tanh(wrap(lambda x: jax.vmap(lambda x: model["w"] @ x)(x))(x)), None)
         return jnp.sum(jax.lax.scan(layer, x, models)[0] ** 2)
 
-    def unrolled(models, x):
+    def run_unrolled(models, x):
         for model in models:
             x = jnp.tanh(x @ model["w"].T)
         return jnp.sum(x**2)
 
-    separate = jax.jit(jax.grad(unrolled))([delayed(w) for w in stack], x)
+    separate = jax.jit(jax.grad(run_unrolled))([delayed(w) for w in stack], x)
     expected = np.stack([model["w"].amax for model in separate])
     for wrap in (lambda f: f, jax.checkpoint):
-        np.testing.assert_allclose(seen(scan_loss, models, x, wrap), expected, rtol=1e-5)
+        np.testing.assert_allclose(observe_amax(scan_loss, models, x, wrap), expected, rtol=1e-5)
         in_parts = lambda models, x: jnp.sum(jax.vmap(lambda x: scan_loss(models, x, wrap))(x.reshape(4, 5, 40)))
-        np.testing.assert_allclose(seen(in_parts, models, x), expected, rtol=1e-5)
+        np.testing.assert_allclose(observe_amax(in_parts, models, x), expected, rtol=1e-5)
 
 
 def test_stacks_in_one_product(operands):
@@ -189,20 +189,20 @@ def test_stacks_in_one_product(operands):
     stack = weights(jr.key(7), (3, 24, 40))
     models, w_amax = delayed(stack), magnitudes(*stack)
     expected = np.stack([np.broadcast_to(magnitudes(x), 3), w_amax, np.ones(3)], axis=-1)
-    np.testing.assert_array_equal(seen(lambda m: jnp.sum(x @ m["w"].mT), models), expected)
-    np.testing.assert_array_equal(seen(lambda m: jnp.sum(m["w"] @ x.T), models), expected)
+    np.testing.assert_array_equal(observe_amax(lambda m: jnp.sum(x @ m["w"].mT), models), expected)
+    np.testing.assert_array_equal(observe_amax(lambda m: jnp.sum(m["w"] @ x.T), models), expected)
     einsum = lambda m: jnp.sum(eqq.quaxify(lambda w: jnp.einsum("lok,bk->blo", w, x))(m["w"]))
-    np.testing.assert_array_equal(seen(einsum, models), expected)
+    np.testing.assert_array_equal(observe_amax(einsum, models), expected)
     # One product of all, which share a scale.
     shared = np.broadcast_to(magnitudes(x, w_amax, 1), (3, 3))
     merged = lambda m: jnp.sum(x @ m["w"].transpose(2, 0, 1).reshape(40, -1))
-    np.testing.assert_array_equal(seen(merged, models), shared)
+    np.testing.assert_array_equal(observe_amax(merged, models), shared)
 
 
-def test_several_uses_add_up(operands):
+def test_amax_of_several_uses_adds_up(operands):
     x, w, dy = operands
     twice = lambda model: product(model, x, dy) + product(model, 2 * x, dy)
-    np.testing.assert_allclose(seen(twice, delayed(w)), magnitudes(3 * x, 2 * w, 2 * dy), rtol=1e-6)
+    np.testing.assert_allclose(observe_amax(twice, delayed(w)), magnitudes(3 * x, 2 * w, 2 * dy), rtol=1e-6)
 
 
 def test_forward_mode_and_second_order(operands):
@@ -222,7 +222,7 @@ def test_meshes(operands, kind):
     with jax.set_mesh(mesh):
         model = delayed(place(w, "model"))
         np.testing.assert_array_equal(
-            seen(product, model, place(x, "data"), place(dy, "data", "model")), magnitudes(x, w, dy)
+            observe_amax(product, model, place(x, "data"), place(dy, "data", "model")), magnitudes(x, w, dy)
         )
 
 
@@ -244,8 +244,8 @@ def bare(tree):
     return {"w": tree["w"].array}
 
 
-def test_the_wrapped_optimizer_sees_no_magnitudes(operands):
-    """Not in the norm, the moments or the weight decay: weights move as those of a model without delayed scales."""
+def test_the_wrapped_optimizer_gets_no_amax(operands):
+    """Neither norm, moments nor weight decay see it: weights train as without delayed scaling."""
     x, w, dy = operands
     model = delayed(w, "int8")
     chain = lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1))
@@ -263,8 +263,8 @@ def test_the_wrapped_optimizer_sees_no_magnitudes(operands):
     assert sorted(sizes) == [1, w.size, w.size]
 
 
-def test_without_the_wrapper_scales_are_those_of_now(operands):
-    """An optimizer lowers what it takes for parameters with positive gradients. Below zero, none is known."""
+def test_without_the_wrapper_scaling_is_current(operands):
+    """An optimizer lowers amax like a parameter. Below zero, amax counts as unknown."""
     x, w, dy = operands
     model, optim = delayed(w, "fp8"), optax.adam(1e-3)
     state = optim.init(model)
@@ -282,7 +282,7 @@ def test_without_the_wrapper_scales_are_those_of_now(operands):
     np.testing.assert_allclose(after, magnitudes(x, model["w"].array, dy), rtol=1e-6)
 
 
-def test_around_other_wrappers(operands):
+def test_composes_with_other_wrappers(operands):
     x, w, dy = operands
     expected = magnitudes(x, w, dy)
     for inner in (optax.MultiSteps(optax.sgd(0.1), 2), eqq.quantize_state(optax.trace(0.9), min_size=1)):
@@ -301,7 +301,7 @@ def test_around_other_wrappers(operands):
 
 
 def test_low_rank_factors(operands):
-    """The base is frozen, and what its products see is not, with a mask inside of the wrapper or outside."""
+    """The base is frozen, but its amax is not, with a mask inside or outside the wrapper."""
     x, w, dy = operands
     model = eqq.low_precision_training(eqq.loraify({"w": w}, rank=2, key=jr.key(2)), "fp8", delayed=True)
     mask = eqq.trainable_mask(model)
@@ -322,7 +322,7 @@ def test_16_bits(operands):
     """A model that is cast for a step sees magnitudes in 16 bits, which come back in 32."""
     x, w, dy = operands
     cast = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
-    got = seen(lambda model: product(cast(model), cast(x), cast(dy)).astype(jnp.float32), delayed(w))
+    got = observe_amax(lambda model: product(cast(model), cast(x), cast(dy)).astype(jnp.float32), delayed(w))
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, [float(jnp.max(jnp.abs(cast(a)))) for a in (x, w, dy)])
 

@@ -1,4 +1,4 @@
-"""Which implementation a product takes and why; and that every kernel keeps what the primitive promises."""
+"""The choice of an implementation, with its reasons; and every kernel against the same tests."""
 
 import functools as ft
 
@@ -72,7 +72,7 @@ def test_jit_and_both_sides(kernel, q, getkey):
 )
 def test_transformations(kernel, q, getkey, transform):
     x, transform = weights(getkey(), (3, K)) / 30, transform[1]
-    # The weight is an argument: of constants, XLA for CPU folds what TPU kernels do to bits, in JAX 0.10.2 wrongly.
+    # The weight is an argument, since XLA for CPU in JAX 0.10.2 folds bit operations on constants wrongly.
     f = jax.jit(lambda q, x: transform(ft.partial(product(kernel), q))(x))
     g = transform(ft.partial(jnp.matmul, q.dequantize(), precision="highest"))
     assert_close(f(q, x), g(x), tol=1e-5)
@@ -158,7 +158,7 @@ TABLE = np.array([-1, -0.3, -0.1, -0.03, 0, 0.01, 0.03, 0.2, 1])
 
 @pytest.mark.parametrize("values", [TABLE * 1e6, TABLE * 5e-9], ids=["large", "small"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_tables_beyond_the_range_of_16_bits(kernel, getkey, values, dtype):
+def test_tables_that_overflow_16_bits(kernel, getkey, values, dtype):
     if (kernel, dtype) == ("pallas_tpu", "float16"):
         return  # which it does not take
     q = eqq.quantize(weights(getkey(), (N, K)), eqq.Codebook(values), dtype=dtype)
@@ -166,7 +166,7 @@ def test_tables_beyond_the_range_of_16_bits(kernel, getkey, values, dtype):
     close(kernel, q, weights(getkey(), (3, N)).astype(dtype), transpose=True)
 
 
-def test_bytes_beyond_the_last_row_do_not_leak(kernel, getkey):
+def test_padding_after_the_last_row_is_ignored(kernel, getkey):
     class Odd4(eqq.extend.AbstractFormat):
         block_size: int | None = eqx.field(static=True, default=64)
         bits = 4
@@ -280,7 +280,7 @@ def test_preferences(platform, changes, expected, reason):
         ((eqq.Int8(), eqq.Int8()), "cuda", None),
     ],
 )
-def test_why_activations_are_decoded(pair, platform, expected):
+def test_reasons_for_decoding_activations(pair, platform, expected):
     w, x = eqq.quantize(jnp.ones((64, 128)), pair[0]), jax.ShapeDtypeStruct((4, 128), jnp.float32)
     how = eqq.explain_matmul(x, eqq.arrays.ActivationQuantizedArray(w, pair[1]).T, platform=platform)
     said = how.verdicts[how.implementation]
@@ -288,7 +288,7 @@ def test_why_activations_are_decoded(pair, platform, expected):
     assert "cpu_int8 would be better" not in said and (expected is None or expected in said)
 
 
-def test_every_platform_takes_everything():
+def test_every_platform_supports_every_format():
     for platform in ("cuda", "tpu", "cpu", "rocm", "default"):
         for row in FORMATS.values():
             for dtype, transpose in ((jnp.bfloat16, False), (jnp.float64, True)):
@@ -296,7 +296,7 @@ def test_every_platform_takes_everything():
                 assert dispatch.choose(TargetDevice(platform), problem, None)[0] == "xla"
 
 
-def test_forcing():
+def test_a_forced_implementation():
     assert dispatch.choose(TargetDevice("cuda"), PROBLEM._replace(m=4096), "pallas_gpu")[0] == "pallas_gpu"
     with pytest.raises(ValueError, match="cannot take this product: it is for tpu, and this is cuda"):
         dispatch.choose(TargetDevice("cuda"), PROBLEM, "pallas_tpu")

@@ -1,4 +1,4 @@
-"""`distill`: never worse than its start, and what it trains and what it leaves alone."""
+"""`distill`: never worse than its start; trained and untouched leaves."""
 
 import equinox as eqx
 import jax
@@ -29,7 +29,7 @@ def error(q, model, x):
 @pytest.mark.long
 @pytest.mark.parametrize("train, gain", [("scales", 0.8), ("codes", 0.5)])
 @pytest.mark.parametrize("format", [eqq.Int2(16, symmetric=False), eqq.NF4(32)], ids=["int2", "nf4"])
-def test_gains(setting, train, gain, format):
+def test_distillation_lowers_the_loss(setting, train, gain, format):
     model, x, held_out = setting
     q = eqq.quantize_tree(model, format)
     found = eqq.distill(q, model, x, train=train, optimizer=optax.adam(3e-3), progress=False)
@@ -41,7 +41,7 @@ def test_gains(setting, train, gain, format):
     assert eqq.tree_nbytes(found) == eqq.tree_nbytes(q)
 
 
-def test_the_loss_is_that_of_the_result(setting, capsys):
+def test_the_reported_loss_equals_the_loss_of_the_result(setting, capsys):
     model, x, _ = setting
     q = eqq.quantize_tree(model, eqq.Int4(16))
     found = eqq.distill(q, model, x, held_out=x[:2], train="codes", passes=3)
@@ -59,7 +59,7 @@ def test_never_worse_than_its_start(setting):
     jtu.tree_map(lambda a, b: assert_same(a, b) if eqx.is_array(a) else None, found, q)
 
 
-def test_scales_that_are_quantized_stay(setting):
+def test_quantized_scales_are_not_trained(setting):
     model, x, _ = setting
     q = eqq.quantize_tree(model, eqq.NF4(16, double_quant=True))
     found = eqq.distill(q, model, x, progress=False)
@@ -79,7 +79,7 @@ def run_layer(layer, x):
 
 
 def test_blocks(capsys):
-    """Blocks learn in turn, from what those before them became; what is no block stays as it is."""
+    """Blocks train in turn, on the outputs of the trained blocks before. Other leaves do not change."""
     linear = lambda n: eqx.nn.Linear(16, 16, key=jr.key(n))
     model = eqx.nn.Sequential([linear(0), ResidualLayer(linear(1)), ResidualLayer(linear(2)), linear(3)])
     x, held_out = list(jr.normal(jr.key(4), (10, 32, 16))), jr.normal(jr.key(5), (256, 16))
@@ -93,7 +93,7 @@ def test_blocks(capsys):
     assert len(kept) == 3
     assert_same(kept[0][1].linear.weight, q[1].linear.weight)
     assert_same(kept[-1][2].linear.weight, found[2].linear.weight)
-    # The second block alone, with what the first became as its inputs.
+    # The second block alone, on the outputs of the trained first block.
     inputs, wanted = (jax.vmap(m[0])(held_out) for m in (found, model))
     of = lambda block: float(jnp.mean(jnp.square(run_layer(block, inputs) - run_layer(model[1], wanted))))
     assert of(found[1]) < of(q[1])

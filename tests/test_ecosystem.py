@@ -1,4 +1,4 @@
-"""The code of the page on other libraries runs, and those libraries get what the dense model gives."""
+"""The code of the page on other libraries runs, with the results of the dense model."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_plain(names):
 
 @pytest.mark.parametrize("title", NEEDS)
 @pytest.mark.filterwarnings("ignore")  # of these libraries
-def test_section(names, title):
+def test_every_section_of_the_page_runs(names, title):
     pytest.importorskip(NEEDS[title])
     run(title, names)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -85,7 +85,7 @@ def test_plain_gradients_say_what_to_use(getkey):
 
 
 class NeedsTrace:
-    """A node that, as those of Flax NNX, may only be made while JAX has a current trace."""
+    """A node that, like Flax NNX nodes, may only be made while JAX has a current trace."""
 
     def __init__(self, value):
         jax.extend.core.get_opaque_trace_state(convention="nnx")

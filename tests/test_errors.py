@@ -1,4 +1,4 @@
-"""Bad input: each gives an error that states the rule, what it got and the remedy.
+"""Bad input: each gives an error that states the rule, the value and the remedy.
 
 Some mistakes are against the annotations, so the type checker that these tests run under refuses them first. Users have
 no such checker: those are tested in an interpreter of their own, without one.
@@ -81,7 +81,7 @@ def test_not_finite(w, value, dtype):
         eqq.quantize_tree({"layers": [w, bad]})
 
 
-def test_not_finite_where_jax_stops_at_nan():
+def test_not_finite_under_debug_nans():
     bad = jnp.ones((2, 64)).at[1, 2].set(jnp.inf)
     with jax.debug_nans(True), pytest.raises(ValueError, match="a must be finite in float32"):
         eqq.quantize_tree({"a": bad}, "int4")
@@ -216,7 +216,7 @@ class TestTree:
             call({"layers": [{"weight": w}]}, {pattern: "int8"})
         assert f"Did you mean {meant}?" in str(e.value)
 
-    def test_pattern_behind_a_wider_one(self, call, w):
+    def test_a_pattern_after_a_wider_one_warns(self, call, w):
         tree = {"a": {"w": w, "b": jnp.ones(3)}, "b": {"w": w}}
         for rules, said in [
             ({"*": "nf4", "a.*": None}, r"`format` should .* take none: 'a\.\*' behind '\*'\. Put the narrower first"),
@@ -253,7 +253,7 @@ class TestTree:
             call([w], **{keyword: 4})
         assert remedy in str(e.value)
 
-    def test_rules_that_leave_everything(self, call, w):
+    def test_rules_that_quantize_nothing(self, call, w):
         with pytest.raises(ValueError, match="Got none among.*rule '\\*'"):
             call([w], {"*": None})
         with pytest.raises(ValueError, match="the format function returned None"):
@@ -366,7 +366,7 @@ def test_formats_pass_through(w):
         ("itn8", "Did you mean 'int8'?"),
     ],
 )
-def test_names_of_formats_that_are_none(name, remedy):
+def test_unknown_format_names(name, remedy):
     with pytest.raises(ValueError, match=f"`format` must be one of .*Got '{name}'") as e:
         as_format(name)
     assert remedy in str(e.value)

@@ -58,13 +58,13 @@ def test_floats():
     }
 
 
-def quantized():
+def quantize_net():
     leaves = ("embedding.weight", "position", "mlp.layers.0.weight", "mlp.layers.1.weight", "mix", "unused", "decay")
     return eqq.quantize_tree(net(), {**dict.fromkeys(leaves, "nf4"), "*": None})
 
 
 def test_packed_decoded_and_looked_up():
-    model = quantized()
+    model = quantize_net()
     explanation = eqq.explain(model, IDS)
     found = {weight.path: weight for weight in explanation.weights}
     assert [weight.path for weight in explanation.decoded] == ["position", "mix", "decay"]
@@ -79,12 +79,12 @@ def test_packed_decoded_and_looked_up():
 
 
 def test_quaxify_keeps_products_packed():
-    model = quantized()
+    model = quantize_net()
     explanation = eqq.explain(eqq.quaxify(lambda model, ids: model(ids)), model, IDS)
     assert roles(explanation)["mix"] == ("packed",)
 
 
-def test_inside_of_loops_and_branches():
+def test_uses_inside_loops_and_branches():
     stack = eqq.quantize(jr.normal(jr.key(0), (3, 64, 64)), "int8")
     loop = lambda w, x: jax.lax.scan(lambda x, w: (w @ x, None), x, w)[0]
     assert eqq.explain(loop, stack, jnp.ones(64)).weights[0].roles == ("packed",)
@@ -115,7 +115,7 @@ def test_names_tell_the_argument():
 
 
 def test_shapes_are_enough_and_reports_print():
-    model = quantized()
+    model = quantize_net()
     explanation = eqq.explain(model, jax.ShapeDtypeStruct((8,), jnp.int32))
     assert "quaxify" in str(explanation)
     assert json.loads(explanation.to_json())["weights"][0]["path"] == "embedding.weight"

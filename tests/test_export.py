@@ -72,7 +72,7 @@ print("read", len(written))
 """
 
 
-def serialized(array):
+def export_and_serialize(array):
     return jax.export.export(jax.jit(lambda w, x: x @ w.T))(array, inputs()).serialize()
 
 
@@ -90,7 +90,7 @@ def test_another_process_reads_every_class(tmp_path):
         eqq.arrays.FakeQuantizedArray,
     } <= classes
     path = tmp_path / "written"
-    path.write_bytes(pickle.dumps({name: bytes(serialized(array)) for name, array in found.items()}))
+    path.write_bytes(pickle.dumps({name: bytes(export_and_serialize(array)) for name, array in found.items()}))
     program = READER.format(root=str(Path(__file__).parents[1]), path=str(path))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == f"read {len(found)}", done.stderr[-3000:]
@@ -105,14 +105,14 @@ def test_every_format(name):
     np.testing.assert_array_equal(dense, q.dequantize())
 
 
-def test_what_cannot_be_serialized():
+def test_unserializable_fields_are_an_error():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     q = dataclasses.replace(eqq.quantize(weight(), "nf4"), logical_sharding=sharding)
     with pytest.raises(TypeError, match=r"`logical_sharding` of QuantizedArray must be .*Got a NamedSharding"):
-        serialized(q)
-    serialized(dataclasses.replace(q, logical_sharding=None))
-    serialized(dataclasses.replace(q, logical_sharding=jax.sharding.PartitionSpec(None, ("x", "y"))))
+        export_and_serialize(q)
+    export_and_serialize(dataclasses.replace(q, logical_sharding=None))
+    export_and_serialize(dataclasses.replace(q, logical_sharding=jax.sharding.PartitionSpec(None, ("x", "y"))))
 
 
 def test_other_versions_are_refused():

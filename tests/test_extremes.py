@@ -45,7 +45,7 @@ def norms(x, size):
     return np.sqrt(np.square(blocks).sum(-1))
 
 
-def quantized(x, format, method):
+def quantize_values(x, format, method):
     quantize = lambda x: eqq.quantize(x, format, method=method)
     alone = "tensor" in (format.block_size, getattr(format.scale_format, "block_size", None))
     # Rows that share a scale would hide each other.
@@ -61,12 +61,12 @@ CASES = [
 @pytest.mark.parametrize("name, method", CASES)
 def test_never_worse_than_zeros(name, method):
     format, x = FORMATS[name].format, values()
-    dense = quantized(x, format, METHODS[method])
+    dense = quantize_values(x, format, METHODS[method])
     assert np.isfinite(dense).all()
     # Learned rounding weighs all errors of a row against each other.
     size = format.block_size if isinstance(format.block_size, int) and method != "learned" else LENGTH
     error, all_lost = norms(dense.astype(np.float64) - x, size), norms(x, size)
-    # A float16 rounds a scale by 2**-11, and float32 flushes what is below its normal numbers.
+    # A float16 rounds a scale by 2**-11, and float32 flushes subnormal numbers.
     worse = error > all_lost * (1 + 2**-10) + 2.0**-120
     assert not worse.any(), [
         (SIZES[i], row, error[i, row, n] / all_lost[i, row, n]) for i, row, n in np.argwhere(worse)
@@ -75,9 +75,9 @@ def test_never_worse_than_zeros(name, method):
 
 @pytest.mark.parametrize("name", ["q4_k", "q5_k", "q2_k"])
 def test_scales_of_scales_do_not_vanish(name):
-    """Values of 1e-5 take as few errors as those of one, as far as the float16 of a group has steps."""
+    """Values of 1e-5 have relative errors as small as values of one, up to float16 scales."""
     x = np.random.default_rng(1).normal(size=(8, LENGTH)).astype(np.float32)
-    error = lambda x: np.linalg.norm(quantized(x, FORMATS[name].format, eqq.AbsMax()) - x) / np.linalg.norm(x)
+    error = lambda x: np.linalg.norm(quantize_values(x, FORMATS[name].format, eqq.AbsMax()) - x) / np.linalg.norm(x)
     assert error(1e-5 * x) < 1.2 * error(x)
 
 
@@ -86,16 +86,16 @@ def test_blocks_far_from_zero_keep_their_offset(name):
     """A scale that vanishes beside an offset is right where all values are alike."""
     x = np.full((2, LENGTH), 3e-2, np.float32)
     x[1, ::2] += 1e-8
-    np.testing.assert_allclose(quantized(x, FORMATS[name].format, eqq.AbsMax()), x, rtol=0.01)
+    np.testing.assert_allclose(quantize_values(x, FORMATS[name].format, eqq.AbsMax()), x, rtol=0.01)
 
 
 @pytest.mark.parametrize("name", OFFSETS)
-def test_small_blocks_beside_large_ones(name):
+def test_small_blocks_next_to_large_ones_keep_their_values(name):
     """Of a block whose scale the group cannot hold, zeros are left, not its offset."""
     x = np.zeros((1, LENGTH), np.float32)
     x[0, :64], x[0, 64] = np.random.default_rng(2).normal(size=64), -0.02
     x[0, 65:128] = 1e-4
-    dense = quantized(x, FORMATS[name].format, eqq.AbsMax())
+    dense = quantize_values(x, FORMATS[name].format, eqq.AbsMax())
     size = FORMATS[name].format.block_size or LENGTH
     assert (norms(dense - x, size) <= norms(x, size) * (1 + 2**-10)).all()
 
@@ -105,7 +105,7 @@ EMPTY = [(4, 0), (0, 8), (2, 0, 64), (0,), (3, 0, 0)]
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_lengths_of_zero(name, method):
+def test_empty_arrays(name, method):
     for shape in EMPTY if name in ("nf4", "q4_k", "mlx_channel") else EMPTY[:1]:
         gram = {"gram": jnp.eye(shape[-1])}
         found_by = {"gptq": eqq.GPTQ(**gram), "learned": eqq.LearnedRounding(**gram)}.get(method, METHODS[method])

@@ -1,4 +1,4 @@
-"""Our own files: what is saved is what is loaded, to the bit, or an error that says what differs."""
+"""Our own files: loaded trees equal saved trees to the bit, or an error tells the difference."""
 
 import functools as ft
 import json
@@ -151,7 +151,7 @@ def test_adapters_simulation_and_gradients(getkey, path):
         assert_equal_trees(eqq.load(path, tree), tree)
 
 
-def test_what_surrounds_an_array_must_be_equal(getkey, path):
+def test_wrappers_must_equal_the_template(getkey, path):
     model = mlp(getkey())
     base = eqq.quantize_tree(model, "nf4")
     simulate = lambda format, **kw: eqq.quantize_tree(model, format, simulate=True, **kw)
@@ -196,7 +196,7 @@ def test_only_the_adapters(getkey, path):
         eqq.save(path, {"w": q})
 
 
-def test_values_that_no_file_can_hold(path):
+def test_unserializable_values_are_an_error(path):
     gone = jnp.ones(3)
     gone.delete()
     deep = ft.reduce(lambda inner, _: {"k": inner}, range(501), jnp.ones(1))
@@ -238,7 +238,7 @@ def test_odd_paths(tmp_path, path):
     path.chmod(0o600)
     eqq.save(path, tree)
     assert path.stat().st_mode & 0o777 == 0o600
-    for name in ("x" * 255, "model.pt"):  # what is in a file says what it is
+    for name in ("x" * 255, "model.pt"):  # the content of a file tells its layout
         eqq.save(tmp_path / name, tree)
         assert_equal_trees(eqq.load(tmp_path / name), tree)
     with pytest.raises(ValueError, match="must be a file of tensors. Got .*, which is the name of an index"):
@@ -259,7 +259,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(getkey, path):
     assert path.stat().st_size < 1.5 * w.nbytes + 3000
 
 
-def test_names_that_read_alike(path):
+def test_colliding_names_stay_distinct(path):
     trees = [
         {"a.b": jnp.zeros(1), "a": {"b": jnp.ones(1)}},
         {"w": eqq.quantize(jnp.ones((2, 64)), "int8"), "w.codes": jnp.ones(2), "__metadata__": jnp.zeros(2)},
@@ -307,7 +307,7 @@ def test_mismatches(getkey, path, like, message):
         eqq.io.assign(like(q), eqq.load(path))
 
 
-def test_what_cannot_be_saved(path):
+def test_unsupported_leaves_are_an_error(path):
     for bad, message in [
         (jax.ShapeDtypeStruct((2,), jnp.float32), "w must have values. Got a ShapeDtypeStruct"),
         (np.array([None]), "w must hold numbers, booleans or PRNG keys. Got an array of object"),
@@ -341,7 +341,7 @@ class Halves(eqq.extend.AbstractFormat):
         return (codes.astype(jnp.float32) - 128) * self.step
 
 
-def test_formats_of_others(getkey, path, monkeypatch):
+def test_formats_defined_by_users(getkey, path, monkeypatch):
     q = eqq.quantize(weights(getkey(), (2, 64)), Halves(step=0.25))
     eqq.save(path, q)
     assert_equal_trees(eqq.load(path), q)

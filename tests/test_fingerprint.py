@@ -39,7 +39,7 @@ def rotated(model):
     return eqx.tree_at(lambda m: [layer.weight for layer in m.layers], model, [wheel(la.weight) for la in model.layers])
 
 
-def moved(model, size):
+def perturb(model, size):
     """A model whose weights moved by a share `size` of their length."""
     change = lambda n, w: w + size * jnp.std(w) * weights(jr.key(n), w.shape)
     values = [change(n, layer.weight) for n, layer in enumerate(model.layers)]
@@ -50,7 +50,7 @@ OTHERS = {
     "checkpoint": lambda model: eqx.nn.MLP(32, 32, 64, 2, key=jr.key(1)),
     "rotated": rotated,
     "scaled": lambda model: jax.tree.map(lambda x: x * 1.2 if eqx.is_array(x) else x, model),
-    "trained": lambda model: moved(model, 0.2),
+    "trained": lambda model: perturb(model, 0.2),
 }
 USES = {
     "gptq": lambda model, stats: eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats)),
@@ -78,12 +78,12 @@ def test_another_weight(model, stats, use, other):
 def test_the_same_weight(model, stats, use):
     USES[use](model, stats)
     USES[use](model, pickle.loads(pickle.dumps(stats)))
-    USES[use](moved(model, 0.01), stats)
+    USES[use](perturb(model, 0.01), stats)
     for dtype in (jnp.bfloat16, jnp.float16):
         USES[use](jax.tree.map(lambda x, dtype=dtype: x.astype(dtype) if eqx.is_array(x) else x, model), stats)
 
 
-def test_smoothing_before_collecting(model, batches, stats):
+def test_statistics_of_a_transformed_model_are_accepted(model, batches, stats):
     smoothed = eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats))
     again = collect_stats(smoothed, batches, gram=True)
     eqq.quantize_tree(smoothed, "int4", method=eqq.GPTQ(again))
@@ -121,8 +121,8 @@ def test_quantized_weights_have_none(model, batches):
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (3, 40, 64), (8, 3, 5, 5), (1, 100)])
-def test_distances_are_kept(getkey, shape):
-    """Fingerprints are as far apart as the weights are, to within what 16 random sums allow, three times over."""
+def test_fingerprints_preserve_distances(getkey, shape):
+    """Distances of fingerprints equal distances of weights within three standard deviations."""
     w, change = weights(getkey(), shape), weights(getkey(), shape)
     apart = jnp.linalg.norm(fingerprint(w + 0.1 * change) - fingerprint(w)) / jnp.linalg.norm(0.1 * change.ravel())
     assert 16**0.5 * 0.3 < apart < 16**0.5 * 2

@@ -33,12 +33,12 @@ def inputs():
     return normal(7, 12, seed=1)
 
 
-def _joined(w, x):
+def _concatenate(w, x):
     both = jnp.concatenate([w, w * 2], axis=0)
     return jnp.split(x @ both.T, 2, axis=-1)[0]
 
 
-def _pieces(w, x):
+def _split(w, x):
     q, k = jnp.split(w, 2, axis=0)
     return x @ q.T, x @ k.T
 
@@ -63,8 +63,8 @@ WAYS = {
     "reversed": lambda w, x: x[:, ::-1] @ w[:, ::-1].T,
     "padded axes": lambda w, x: x @ w[None, :, None].squeeze((0, 2)).T,
     "broadcast": lambda w, x: jnp.matmul(jnp.broadcast_to(w, (7, 8, 12)), x[..., None])[..., 0],
-    "pieces": _pieces,
-    "joined": _joined,
+    "pieces": _split,
+    "joined": _concatenate,
     "split of inputs": lambda w, x: jnp.einsum("oi,bi->bo", jnp.flip(w, 0), x),
     "mask": lambda w, x: x @ jnp.where(jnp.tril(jnp.ones((8, 12))) > 0, w, 0).T,
     "factor": lambda w, x: jnp.einsum("oi,bi->bo", w * 0.5 / 3, x),
@@ -86,7 +86,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_products_however_they_are_written(way):
+def test_statistics_do_not_depend_on_how_a_product_is_written(way):
     stats = collect_stats({"w": normal(8, 12)}, [inputs()], apply=lambda m, x: WAYS[way](m["w"], x), gram=True)["w"]
     assert stats.axis == -1, stats.note
     tolerant = inputs().astype(jnp.float16) if way == "cast" else inputs()
@@ -96,7 +96,7 @@ def test_products_however_they_are_written(way):
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("convolution", "cast")])
-def test_outputs_are_those_of_the_model(way):
+def test_observed_outputs_equal_the_model(way):
     seen = []
 
     def apply(m, x):
@@ -109,7 +109,7 @@ def test_outputs_are_those_of_the_model(way):
     jax.tree.map(close, seen[-1], jax.tree.map(np.asarray, WAYS[way](normal(8, 12), inputs())))
 
 
-def test_axes_of_inputs_are_those_of_the_product():
+def test_input_axes_are_the_contracted_axes():
     # (embed, heads, size), (heads, size, embed) and (heads, embed, size) as libraries with named axes store them.
     model = {"q": normal(12, 2, 3), "o": normal(2, 3, 12), "each": normal(2, 12, 5)}
 
@@ -131,7 +131,7 @@ def test_axes_of_inputs_are_those_of_the_product():
         assert jnp.abs(q.dequantize() - w).max() < 1 and q.format == plain.format
 
 
-def test_layers_by_number():
+def test_statistics_of_layers_selected_by_index():
     stack = normal(4, 12, 12) / 4
 
     def loop(w, x):
@@ -140,7 +140,7 @@ def test_layers_by_number():
     def scan(w, x):
         return lax.scan(lambda x, w: (jnp.tanh(x @ w.T), None), x, w[1:])[0]
 
-    def unrolled(w, x):
+    def run_unrolled(w, x):
         for n in range(1, 4):
             x = jnp.tanh(jnp.matmul(x, w[n].T))
         return x
@@ -149,7 +149,7 @@ def test_layers_by_number():
     for n in range(1, 4):
         wanted.append(gram(x))
         x = jnp.tanh(x @ stack[n].T)
-    for apply in (loop, scan, unrolled):
+    for apply in (loop, scan, run_unrolled):
         leaf = collect_stats(stack, [inputs()], apply=apply, gram=True)["the array"]
         assert leaf.rows.tolist() == [0, 7, 7, 7]
         close(leaf.gram, np.stack(wanted))
@@ -160,16 +160,16 @@ def test_experts_see_the_tokens_that_reach_them():
     order = jnp.argsort(chosen)
     reached = [gram(inputs()[chosen == n]) if n != 1 else np.zeros((12, 12)) for n in range(3)]
 
-    def ragged(w, x):
+    def multiply_ragged(w, x):
         return lax.ragged_dot(x[order], w.mT, jnp.bincount(chosen, length=3))
 
-    def gathered(w, x):
+    def multiply_gathered(w, x):
         return jax.vmap(lambda w, x: w @ x)(w[chosen], x)
 
-    def selected(w, x):
+    def multiply_selected(w, x):
         return jax.vmap(lambda n, x: eqq.take_layer(w, n) @ x)(chosen, x)
 
-    for apply in (ragged, gathered, selected):
+    for apply in (multiply_ragged, multiply_gathered, multiply_selected):
         leaf = collect_stats(experts, [inputs()], apply=apply, gram=True)["the array"]
         assert leaf.rows.tolist() == [4, 0, 3] and "1 of 3 layers were not reached" in leaf.note
         close(leaf.gram, np.stack(reached))
@@ -198,7 +198,7 @@ def test_convolutions_of_every_kind():
     for name, layer in layers.items():
         leaf = collect_stats(layer, [x], gram=True)["weight"]
         assert leaf.axis == (-2, -1) and leaf.gram.shape == (np.prod(layer.weight.shape[1:]),) * 2, name
-        # The squares of the outputs of a kernel are those that its Gram matrix tells, if one group is alone.
+        # With one group, the Gram matrix gives the mean square of the outputs of a kernel.
         if getattr(layer, "groups", 1) == 1:
             plain = eqx.tree_at(lambda c: c.bias, layer, jnp.zeros_like(layer.bias))
             y = np.moveaxis(np.asarray(jax.vmap(plain)(x), np.float64), 1, 0).reshape(6, -1)
@@ -206,7 +206,7 @@ def test_convolutions_of_every_kind():
             close(np.einsum("oi,ij,oj->o", w, leaf.gram, w), np.square(y).mean(axis=1))
 
 
-def test_inputs_of_a_part_of_the_features():
+def test_products_over_some_features():
     def apply(w, x):
         return x[:, :4] @ w[:, :4].T + x[:, 4:] @ w[:, 4:].T
 
@@ -216,7 +216,7 @@ def test_inputs_of_a_part_of_the_features():
     close(leaf.gram, wanted)
 
 
-def test_models_in_one_line():
+def test_an_einsum_model_without_quaxify():
     # A library that writes einsum, without a word of `quaxify`: statistics for every method.
     class Net(eqx.Module):
         w1: jax.Array

@@ -54,7 +54,7 @@ def x(case):
 # Reference vectors
 
 
-def test_nf4_is_that_of_bitsandbytes(case, x):
+def test_nf4_equals_bitsandbytes(case, x):
     expected = case["bnb_nf4_b64"]
     q = eqq.quantize(x, eqq.NF4())
     codes = np.array([int(digit, 16) for digit in "".join(expected["codes"])], np.uint8)
@@ -68,7 +68,7 @@ def test_nf4_codebook():
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
-def test_gguf_is_that_of_ggml(name, case, x):
+def test_gguf_equals_ggml(name, case, x):
     expected = case[f"gguf_{name}"]
     q = eqq.quantize(x, name.lower())
     dense = floats(expected["dequant_f32_le_hex"])
@@ -83,7 +83,7 @@ def test_gguf_is_that_of_ggml(name, case, x):
     np.testing.assert_array_equal(np.asarray(eqq.unpack(q)).ravel(), codes.ravel())
 
 
-def test_mxfp4_is_that_of_ggml(case, x):
+def test_mxfp4_equals_ggml(case, x):
     x, dense = np.asarray(x).ravel(), np.asarray(eqq.quantize(x, "mxfp4").dequantize()).ravel()
     expected = floats(case["gguf_MXFP4"]["dequant_f32_le_hex"])
     # A tie goes to the even mantissa, as the OCP specification has it; ggml takes the smaller magnitude.
@@ -223,7 +223,7 @@ def test_double_quantization_costs_little(getkey):
 
 
 @pytest.mark.parametrize("format", [eqq.NF4(double_quant=True), eqq.NVFP4()], ids=["nf4_double", "nvfp4"])
-def test_no_block_is_lost_beside_larger_ones(getkey, format):
+def test_no_block_becomes_zero_next_to_larger_ones(getkey, format):
     x = np.asarray(weights(getkey(), (2, 1024))).reshape(2, 16, 64)
     x = x * np.where(np.arange(16) % 2 == 0, 1.0, 1e-3).astype(np.float32)[:, None]
     dense = np.asarray(eqq.quantize(jnp.asarray(x.reshape(2, 1024)), format).dequantize()).reshape(x.shape)
@@ -233,7 +233,7 @@ def test_no_block_is_lost_beside_larger_ones(getkey, format):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("method", [eqq.AbsMax(), eqq.MSE()], ids=repr)
-def test_codes_are_those_of_the_stored_scale(getkey, dtype, method):
+def test_codes_use_the_stored_scale(getkey, dtype, method):
     x = weights(getkey(), (4, 256))
     for cls in (eqq.Int8, eqq.Int3):
         q = eqq.quantize(x, cls(64, symmetric=False, scale_dtype=dtype), method=method)
@@ -255,7 +255,7 @@ def test_int2_levels(sign):
     np.testing.assert_array_equal(np.asarray(dense), sign * np.array([[-2, -1, 0, 1, 1, -1, 0, -1]], np.float32))
 
 
-def test_int2_prefers_the_levels_on_the_side_of_the_largest(getkey):
+def test_int2_has_more_levels_on_the_side_of_the_amax(getkey):
     x = weights(getkey(), (1, 64))
     q = eqq.quantize(x, "int2")
     extreme = float(x[0, jnp.abs(x[0]).argmax()])
@@ -367,7 +367,7 @@ def test_an_offset_is_added_last(getkey):
     assert eqq.quantize(x, "nf4").offset is None
 
 
-def test_offsets_are_not_given(getkey):
+def test_offsets_are_refused_as_arguments(getkey):
     x = weights(getkey(), (3, 100))
     with pytest.raises(ValueError, match="`scale` must be for a format without offsets. Got Q4_1"):
         eqq.quantize(x, "q4_1", scale=0.1)

@@ -1,4 +1,4 @@
-"""Checkpoints that other libraries wrote: every array equals, bit for bit, what that library dequantizes.
+"""Checkpoints that other libraries wrote: every array dequantizes bit for bit as in that library.
 
 `tools/golden_checkpoints.py` wrote them.
 """

@@ -25,7 +25,7 @@ def inputs(features=96, rows=400, seed=0):
     return jr.normal(a, (rows, features)) * jnp.geomspace(0.1, 3, features)[None] @ mixing
 
 
-def gram_of(x):
+def compute_gram(x):
     return x.T @ x / len(x)
 
 
@@ -37,7 +37,7 @@ def loss(q, w, gram):
 @pytest.mark.parametrize(
     "name, format", [("int4_g64_asym", eqq.Int4(64, symmetric=False)), ("int2_g32_asym", eqq.Int2(32, symmetric=False))]
 )
-def test_codes_of_two_libraries(name, format):
+def test_codes_equal_two_libraries(name, format):
     """The first rows of a layer of a real model, as AutoGPTQ and llm-compressor quantize it."""
     golden = np.load(GOLDEN)
     length = golden["weight"].shape[1]
@@ -58,15 +58,15 @@ def test_codes_of_two_libraries(name, format):
 def test_every_format(name):
     format, x = FORMATS[name].format, inputs()
     w = jr.normal(jr.key(1), (16, 96)) * 0.1
-    q = eqq.quantize(w, format, method=eqq.GPTQ(gram=gram_of(x)))
+    q = eqq.quantize(w, format, method=eqq.GPTQ(gram=compute_gram(x)))
     plain = eqq.quantize(w, format)
     assert jax.tree.structure(q) == jax.tree.structure(plain)
     np.testing.assert_array_equal(q.scale, plain.scale)
-    if format.bits < 8:  # with more, what is left is the rounding of float32 and of the scales
-        assert loss(q, w, gram_of(x)) < 0.8 * loss(plain, w, gram_of(x))
+    if format.bits < 8:  # with more bits, rounding of float32 and of scales dominates
+        assert loss(q, w, compute_gram(x)) < 0.8 * loss(plain, w, compute_gram(x))
 
 
-def test_by_hand():
+def test_codes_computed_by_hand():
     """Against the same steps in float64, one column at a time, with an explicit inverse."""
     x, w = np.asarray(inputs(150), np.float64), np.asarray(jr.normal(jr.key(1), (5, 150)), np.float64)
     gram = x.T @ x / len(x)
@@ -85,7 +85,7 @@ def test_by_hand():
 
 def test_order_and_scales_lower_the_error():
     x, w = inputs(), jr.t(jr.key(1), 5.0, (64, 96))
-    gram = gram_of(x)
+    gram = compute_gram(x)
     of = lambda **kwargs: loss(eqq.quantize(w, eqq.Int2(32), method=eqq.GPTQ(gram=gram, **kwargs)), w, gram)
     assert of() < of(order=None)
     assert of(method=eqq.MSE()) < of()
@@ -93,31 +93,31 @@ def test_order_and_scales_lower_the_error():
 
 def test_any_multiple_of_the_gram_matrix():
     x, w = inputs(), jr.normal(jr.key(1), (8, 96))
-    q, *others = (eqq.quantize(w, "nf4", method=eqq.GPTQ(gram=gram_of(x) * 2.0**n)) for n in (0, 60, -60))
+    q, *others = (eqq.quantize(w, "nf4", method=eqq.GPTQ(gram=compute_gram(x) * 2.0**n)) for n in (0, 60, -60))
     for other in others:
         assert_same(other, q)
 
 
 def test_columns_without_inputs():
     x, w = inputs().at[:, 5:9].set(0), jr.normal(jr.key(1), (8, 96))
-    q, plain = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram_of(x))), eqq.quantize(w, "int4")
+    q, plain = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=compute_gram(x))), eqq.quantize(w, "int4")
     np.testing.assert_array_equal(eqq.unpack(q)[:, 5:9], eqq.unpack(plain)[:, 5:9])
-    assert loss(q, w, gram_of(x)) < 0.8 * loss(plain, w, gram_of(x))
+    assert loss(q, w, compute_gram(x)) < 0.8 * loss(plain, w, compute_gram(x))
     # Without any inputs all codes are the nearest.
     assert_same(eqq.quantize(w, "int4", method=eqq.GPTQ(gram=jnp.zeros((96, 96)))), plain)
 
 
 @pytest.mark.parametrize("damping", [0, 0.01])
-def test_fewer_inputs_than_columns(damping):
+def test_fewer_observed_inputs_than_columns(damping):
     x, w = inputs(rows=20), jr.normal(jr.key(1), (8, 96))
-    q = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram_of(x), damping=damping))
-    assert loss(q, w, gram_of(x)) < 0.5 * loss(eqq.quantize(w, "int4"), w, gram_of(x))
+    q = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=compute_gram(x), damping=damping))
+    assert loss(q, w, compute_gram(x)) < 0.5 * loss(eqq.quantize(w, "int4"), w, compute_gram(x))
 
 
 @pytest.mark.long
 def test_stacks_and_other_axes():
     x, w = jnp.stack([inputs(seed=n) for n in range(3)]), jr.normal(jr.key(1), (3, 8, 96))
-    grams = jax.vmap(gram_of)(x)
+    grams = jax.vmap(compute_gram)(x)
     of = lambda w, gram, **kwargs: eqq.quantize(w, eqq.Int4(32), method=eqq.GPTQ(gram=gram), **kwargs)
     stacked = of(w, grams)
     for n in (0, 2):
@@ -129,7 +129,7 @@ def test_stacks_and_other_axes():
 
 
 def test_under_jit_a_gram_matrix_that_is_not_finite_spoils_the_array():
-    w, gram = jr.normal(jr.key(1), (8, 64)), gram_of(inputs(64))
+    w, gram = jr.normal(jr.key(1), (8, 64)), compute_gram(inputs(64))
     of = jax.jit(lambda w, gram: eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram)).dequantize())
     np.testing.assert_array_equal(of(w, gram), eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram)).dequantize())
     assert jnp.isnan(of(w, gram.at[3, 4].set(jnp.nan))).all()

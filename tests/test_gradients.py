@@ -58,7 +58,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_every_use(use, getkey):
+def test_gradients_of_every_use(use, getkey):
     q, x = eqq.quantize(weights(getkey(), (6, 70)), "int8"), weights(getkey(), (70, 6))
     x = x if use != "x @ q" else x[:6]
     f = lambda q, x: jnp.sum(jnp.sin(USES[use](q, x)))
@@ -67,7 +67,7 @@ def test_every_use(use, getkey):
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_every_axis(axis, getkey):
+def test_gradients_along_every_axis(axis, getkey):
     q, x = eqq.quantize(weights(getkey(), (3, 6, 70)), "nf4", axis=axis), weights(getkey(), (3, 70, 2))
     f = lambda q: jnp.sum(jnp.sin(q @ x))
     assert_close(eqq.filter_grad(f)(q), jax.grad(f)(q.dequantize()), tol=1e-5)
@@ -96,7 +96,7 @@ def test_embedding(getkey):
     assert jnp.flatnonzero(jnp.any(grads.weight != 0, axis=-1)).tolist() == [1, 3]
 
 
-def stacked(key):
+def stack_weights(key):
     stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(jr.split(key, 3))
 
     def run(stack, x):
@@ -108,7 +108,7 @@ def stacked(key):
 
 
 def test_scan_over_layers(getkey):
-    stack, run = stacked(getkey())
+    stack, run = stack_weights(getkey())
     model, x = eqq.quantize_tree(stack, "nf4"), weights(getkey(), (5, 16))
     assert_close(eqq.filter_grad(run)(model, x), dense_grads(run, model, x), tol=1e-5)
 
@@ -193,7 +193,7 @@ def test_a_model_in_aux_is_the_model(getkey):
     _, aux = eqq.filter_grad(lambda m: (loss(m, x), {"model": m}), has_aux=True)(model)
     assert jtu.tree_structure(aux["model"]) == jtu.tree_structure(model)
     assert_same(aux["model"].layers[0].weight, model.layers[0].weight)
-    # In a gradient of a gradient it carries that of the outer one.
+    # In a gradient of a gradient it carries the outer gradient.
     inner = lambda m: eqq.filter_grad(lambda m: (loss(m, x), m), has_aux=True)(m)[1]
     assert_close(eqq.filter_grad(lambda m: loss(inner(m), x))(model), eqq.filter_grad(loss)(model, x))
 
@@ -206,7 +206,7 @@ def test_partitioned_models(getkey):
     assert_close(grads, eqq.filter_grad(loss)(model, x))
 
 
-def test_leaves_of_other_kinds_have_no_gradient(getkey):
+def test_other_leaves_have_no_gradient(getkey):
     tree = {"q": eqq.quantize(weights(getkey(), (3, 64)), "int4"), "ids": jnp.arange(3), "key": getkey(), "f": jnp.sin}
     grads = eqq.filter_grad(lambda tree: jnp.sum(tree["q"] @ jnp.ones(64)))(tree)
     assert grads["ids"] is grads["key"] is grads["f"] is None and grads["q"].shape == (3, 64)
@@ -238,7 +238,7 @@ def test_runs_the_quantized_matmul_both_ways(getkey):
     assert primitives(eqq.filter_grad(loss), model, jnp.ones((7, 20))).count("quantized_matmul") == 5
 
 
-def test_adds_no_leaf_outside(getkey):
+def test_gradient_leaves_exist_only_while_differentiating(getkey):
     model = eqq.quantize_tree(mlp(getkey()), "int4")
     seen = []
     eqq.filter_grad(lambda model: (seen.append(model), loss(model, jnp.ones((2, 20))))[1])(model)

@@ -93,13 +93,13 @@ A = tensor(0, 4, [1])
         (raw({"a": tensor(4, 8, [1])}, b"1" * 8), "the header and 'a', which leave a hole"),
     ],
 )
-def test_headers(path, content, message):
+def test_corrupted_headers(path, content, message):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"model.safetensors .*({message})"):
         eqq.io.open(path)
 
 
-def test_values(path):
+def test_corrupted_values(path):
     path.write_bytes(raw({"a": tensor(0, 2, [2], "BOOL"), "b": tensor(2, 5, [4], "F6_E2M3")}, b"\x01\x02123"))
     checkpoint = eqq.io.open(path)
     assert "cannot be read" in str(checkpoint)
@@ -153,13 +153,13 @@ def info(name, shape, kind, offset):
         (gguf(0, 1, text(b"general.alignment") + struct.pack("<If", 6, 32.0)), "a power of two"),
     ],
 )
-def test_gguf_headers(path, content, message):
+def test_corrupted_gguf_headers(path, content, message):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"model.safetensors .*({message})"):
         eqq.io.open(path)
 
 
-def test_a_scale_that_is_no_number(path):
+def test_nan_scales_are_an_error(path):
     kind = {name: number for number, (name, *_) in _gguf.TYPES.items()}
     for name, block in (("Q4_0", b"\x00\x7e" + b"1" * 16), ("MXFP4", b"\xff" + b"1" * 16)):
         head = gguf(1, 0, info(b"a", (32,), kind[name], 0))
@@ -224,7 +224,7 @@ NF4 = {"name": "NF4", "fields": {"block_size": 64, "double_quant": False, "scale
         (change_leaf(kind="scalar", dtype="object", value="zz"), "the type 'object'"),
     ],
 )
-def test_manifests(path, damage, message):
+def test_corrupted_manifests(path, damage, message):
     eqq.save(path, {"w": eqq.quantize(jnp.ones((2, 64)), "nf4"), "x": 3})
     damage(path)
     with pytest.raises(ValueError, match=f"model.safetensors .*({message})"):
@@ -266,7 +266,7 @@ def golden_gguf(path):
 
 
 def settings(path, **quantization):
-    """Writes what says how the weights are quantized."""
+    """Writes the configuration of the quantization."""
     (path.parent / "config.json").write_text(json.dumps({"quantization_config": quantization}))
 
 

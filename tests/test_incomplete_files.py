@@ -40,7 +40,7 @@ def test_all_parts_of_a_gguf_file(tmp_path):
     assert whole["d"].format == eqq.formats.Q8_0() and float(whole["d"][0, 0]) == pytest.approx(2, rel=1e-3)
 
 
-def test_one_part_never_passes_for_the_whole(tmp_path):
+def test_one_part_alone_is_an_error(tmp_path):
     first, second = gguf_part(tmp_path, 0, 2, ["a"]), gguf_part(tmp_path, 1, 2, ["b"])
     second.rename(tmp_path / "kept")
     for where in (first, tmp_path):
@@ -60,7 +60,7 @@ def test_one_part_never_passes_for_the_whole(tmp_path):
     assert list(eqq.io.open(tmp_path / "other.gguf")) == ["a"]
 
 
-def test_parts_that_are_no_whole(tmp_path):
+def test_parts_of_different_files_are_an_error(tmp_path):
     gguf_part(tmp_path, 0, 2, ["a"])
     for second, message in (
         ((0, 2, ["b"]), "m-00002-of-00002.gguf must say that it is part 1 of 2, from zero"),
@@ -95,7 +95,7 @@ def test_shards_of_safetensors(tmp_path):
         eqq.io.open(tmp_path)
 
 
-def test_a_shard_of_ours_stands_for_all(tmp_path):
+def test_one_shard_of_ours_opens_all(tmp_path):
     model = {"a": jnp.ones((4, 64)), "b": jnp.zeros((4, 64))}
     eqq.save(tmp_path / "m", model, shard_nbytes=1024)
     for shard in (tmp_path / "m").glob("*.safetensors"):
@@ -119,7 +119,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 49
     ],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf", "config.json", "model.safetensors.index.json"])
-def test_stand_ins(tmp_path, content, message, name):
+def test_placeholder_files_are_an_error(tmp_path, content, message, name):
     save_file({"w": np.ones(3, np.float32)}, tmp_path / "whole.safetensors")
     (tmp_path / name).write_bytes(content)
     where = tmp_path / ("whole.safetensors" if name == "config.json" else name)
@@ -164,7 +164,7 @@ def test_unfinished_downloads(tmp_path):
 ONES = np.ones((4, 64), np.float32)
 
 
-def damaged(tmp_path, kind):
+def write_damaged(tmp_path, kind):
     """Returns a checkpoint with one array that cannot be read, and its name; another array is `good`."""
     scales, order = np.ones((1, 32), np.float16), np.zeros(64, np.int32)
     awq = {"q.qweight": pack_words(np.ones((64, 32), int), 4), "q.qzeros": np.zeros((1, 4), np.int32)}
@@ -200,7 +200,7 @@ KINDS = ["compressed-tensors", "odd tile", "gptq", "mlx", "bitsandbytes", "gpt-o
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_unreadable_array(tmp_path, kind, run):  # noqa: F811
-    checkpoint, name = damaged(tmp_path, kind)
+    checkpoint, name = write_damaged(tmp_path, kind)
     assert set(checkpoint) == {name, "good"}
     (row,) = (row for row in checkpoint.rows if row.problem)
     assert row.name == name and row.format is None

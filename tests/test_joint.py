@@ -77,7 +77,7 @@ def test_stochastic_rounding_keeps_the_scales():
     assert not eqx.tree_equal(moved.codes, nearest.codes)
 
 
-def test_any_other_format_is_as_by_mse():
+def test_other_formats_fall_back_to_mse():
     x = values((4, 128))
     for format in ("int4", eqq.Int4(symmetric=False)):
         assert eqx.tree_equal(eqq.quantize(x, format, method=JOINT), eqq.quantize(x, format, method=eqq.MSE()))

@@ -22,7 +22,7 @@ def losses(q, w, gram, damping=0.01):
     return np.sum(error @ gram * error, axis=-1)
 
 
-def learned(w, format, gram, **kwargs):
+def quantize_learned(w, format, gram, **kwargs):
     return eqq.quantize(w, format, method=eqq.LearnedRounding(gram=gram, **kwargs))
 
 
@@ -31,7 +31,7 @@ def test_never_worse_than_its_start(name):
     format, gram = FORMATS[name].format, gram_of(inputs())
     w = jr.normal(jr.key(1), (16, 96)) * 0.1
     start = eqq.quantize(w, format, method=eqq.GPTQ(gram=gram))
-    q = learned(w, format, gram, method=eqq.GPTQ(), rounds=2)
+    q = quantize_learned(w, format, gram, method=eqq.GPTQ(), rounds=2)
     assert jax.tree.structure(q) == jax.tree.structure(start)
     before, after = losses(start, w, gram), losses(q, w, gram)
     assert (after <= before * (1 + 1e-5)).all()
@@ -42,7 +42,7 @@ def test_never_worse_than_its_start(name):
 @pytest.mark.parametrize("format", [eqq.Int2(32), eqq.Int3(48, scale_dtype="float16"), eqq.NF4(32)], ids=repr)
 def test_no_other_code_is_better(format):
     w, gram = jr.normal(jr.key(1), (4, 96)), gram_of(inputs())
-    q = learned(w, format, gram, rounds=20)
+    q = quantize_learned(w, format, gram, rounds=20)
     least = losses(q, w, gram)
     levels = np.sort(np.unique(np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)))))
     scale = np.repeat(np.asarray(q.scale), format.block_size, 1)
@@ -54,14 +54,14 @@ def test_no_other_code_is_better(format):
 
 
 @pytest.mark.long
-def test_any_start():
+def test_every_initial_method():
     w, gram = jr.normal(jr.key(1), (8, 96)), gram_of(inputs())
     for method in (eqq.AbsMax(), eqq.MSE(), eqq.GPTQ(order=None)):
         own = {"inputs": gram} if isinstance(method, eqq.GPTQ) else {}
         start = eqq.quantize(w, eqq.Int3(32), method=dataclasses.replace(method, **own))
-        q = learned(w, eqq.Int3(32), gram, method=method)
+        q = quantize_learned(w, eqq.Int3(32), gram, method=method)
         assert losses(q, w, gram).sum() < 0.9 * losses(start, w, gram).sum()
-    more, fewer = (losses(learned(w, eqq.Int3(32), gram, rounds=n), w, gram).sum() for n in (8, 1))
+    more, fewer = (losses(quantize_learned(w, eqq.Int3(32), gram, rounds=n), w, gram).sum() for n in (8, 1))
     assert more < fewer
 
 
@@ -76,9 +76,9 @@ def test_stacks_other_axes_and_columns_without_inputs():
     assert jnp.isfinite(stacked.dequantize()).all()
 
 
-def test_a_row_that_is_not_finite_spoils_no_other():
+def test_nan_in_one_row_leaves_other_rows_finite():
     w, gram = jr.normal(jr.key(1), (4, 96)), gram_of(inputs())
-    of = jax.jit(lambda w: learned(w, "int4", gram).dequantize())
+    of = jax.jit(lambda w: quantize_learned(w, "int4", gram).dequantize())
     found = of(w.at[1, 5].set(jnp.nan))
     assert jnp.isnan(found[1, 5])
     np.testing.assert_array_equal(np.delete(found, 1, 0), np.delete(of(w), 1, 0))

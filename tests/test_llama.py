@@ -41,7 +41,7 @@ def generate():
     return import_example("llama", "generate")
 
 
-def checkpoint_of(name, folder, without=(), **changes):
+def write_checkpoint(name, folder, without=(), **changes):
     if name in QUANTIZED:
         return eqq.io.open(GOLDEN / ("model.gguf" if name == "gguf" else name))
     (folder / "config.json").write_text(json.dumps({**MODELS[name]["config"], **changes}))
@@ -53,7 +53,7 @@ def checkpoint_of(name, folder, without=(), **changes):
 @pytest.mark.parametrize("name", ["llama", "llama_linear", "qwen2", "qwen3"])
 def test_folders_become_gguf(llama, tmp_path, name):
     """A file with the names and numbers of llama.cpp is the same model."""
-    checkpoint = checkpoint_of(name, tmp_path)
+    checkpoint = write_checkpoint(name, tmp_path)
     rules = {"*down_proj*": None, "*_proj.weight": "q8_0"}  # 48 inputs are no whole blocks
     eqq.io.convert(checkpoint, tmp_path / "model.gguf", rules, dialect="gguf")
     converted = eqq.io.open(tmp_path / "model.gguf")
@@ -80,7 +80,7 @@ CASES = [(name, True) for name in (*MODELS, *QUANTIZED) if name != "phi3_short"]
 
 @pytest.mark.parametrize("name, stacked", [*CASES, pytest.param("phi3_short", True, marks=pytest.mark.slow)])
 def test_logits_equal_those_of_transformers(llama, tmp_path, name, stacked):
-    model = llama.load(checkpoint_of(name, tmp_path), stacked=stacked)
+    model = llama.load(write_checkpoint(name, tmp_path), stacked=stacked)
     formats = {type(leaf.format).__name__ for leaf in eqq.summary(model).leaves if leaf.format is not None}
     assert formats == ({QUANTIZED[name]} if name in QUANTIZED else set())
     ids, half = jnp.asarray(tokens()), tokens().shape[1] // 2
@@ -96,8 +96,8 @@ def test_logits_equal_those_of_transformers(llama, tmp_path, name, stacked):
 
 
 def test_generation(llama, generate, tmp_path):
-    """A batch of prompts of different lengths, greedily: each token is the likeliest after those before it."""
-    model = llama.load(checkpoint_of("llama", tmp_path), stacked=True)
+    """Greedy generation for prompts of different lengths: each token is the most likely one."""
+    model = llama.load(write_checkpoint("llama", tmp_path), stacked=True)
     prompts, n = [[5, 6, 7], [8, 9, 10, 11, 12]], 6
     generator = generate.Generator(model, 16, generate.Sampling())
     new = [list(ids) for ids in zip(*generator(prompts, n), strict=True)]
@@ -137,7 +137,7 @@ def test_a_quantized_cache_changes_little(llama, generate, format, values, per_c
 
 
 @pytest.mark.long
-def test_joined_products_and_heads_among_devices(llama, generate):
+def test_fused_products_and_sharded_heads(llama, generate):
     model, prompts = eqq.quantize_tree(generate.random_model("tiny"), "int8"), [[5, 6, 7], [8, 9]]
     mesh = generate._mesh(2)
     texts = [
@@ -168,7 +168,7 @@ def test_sampling(generate):
 
 
 def test_the_command(generate, tmp_path, capsys):
-    checkpoint_of("llama", tmp_path, eos_token_id=[2, 3])
+    write_checkpoint("llama", tmp_path, eos_token_id=[2, 3])
     folder = str(tmp_path)
     generate.main([folder, "5 6 7", "--ids", "--tokens", "3", "--scan"])
     out, err = capsys.readouterr()
@@ -199,7 +199,7 @@ def test_a_folder_of_ours_is_read(generate, tmp_path, capsys):
     from eqquant_cli.main import main
 
     (tmp_path / "model").mkdir()
-    checkpoint_of("llama", tmp_path / "model")
+    write_checkpoint("llama", tmp_path / "model")
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
     ours = "ours-3.2-1B"  # no suffix, though there is a dot
     for arguments in (["quantize", "model", ours], ["convert", ours, "again"]):
@@ -214,18 +214,18 @@ def test_a_folder_of_ours_is_read(generate, tmp_path, capsys):
     assert any(row.format is not None for row in eqq.io.open(tmp_path / "again").rows)
 
 
-def test_what_does_not_fit(llama, generate, tmp_path):
+def test_wrong_checkpoints_are_errors(llama, generate, tmp_path):
     with pytest.raises(ValueError, match="must be one of llama, .* Got 'gpt_neox'"):
-        llama.load(checkpoint_of("llama", tmp_path, model_type="gpt_neox"))
+        llama.load(write_checkpoint("llama", tmp_path, model_type="gpt_neox"))
     with pytest.raises(ValueError, match="must be one of 'default', .*'longrope'. Got 'dynamic'.*configuration.py"):
-        llama.load(checkpoint_of("llama", tmp_path, rope_parameters={"rope_type": "dynamic"}))
+        llama.load(write_checkpoint("llama", tmp_path, rope_parameters={"rope_type": "dynamic"}))
     with pytest.raises(ValueError, match="must say 'hidden_size'"):
-        checkpoint = checkpoint_of("llama", tmp_path)
+        checkpoint = write_checkpoint("llama", tmp_path)
         config = {key: value for key, value in checkpoint.config.items() if key != "hidden_size"}
         (tmp_path / "config.json").write_text(json.dumps(config))
         llama.load(eqq.io.open(tmp_path))
     with pytest.raises(ValueError, match=r"layers.1.mlp.up.weight: float32\[48, 32\] in the model, and no array"):
-        llama.load(checkpoint_of("llama", tmp_path, without=("model.layers.1.mlp.up_proj.weight",)))
+        llama.load(write_checkpoint("llama", tmp_path, without=("model.layers.1.mlp.up_proj.weight",)))
     tokenizers = pytest.importorskip("tokenizers")
     with pytest.raises(ValueError, match=r"config.json must be a tokenizer.json of the tokenizers library. Got: "):
         generate.Text(tmp_path / "config.json", 64)
@@ -242,7 +242,7 @@ def test_what_does_not_fit(llama, generate, tmp_path):
 @pytest.mark.parametrize("name, stacked", [("llama", False), ("gemma2", True)])
 def test_pairs_of_layers(llama, tmp_path, name, stacked):
     """Factors for channels move between layers, and the logits stay."""
-    checkpoint = checkpoint_of(name, tmp_path)
+    checkpoint = write_checkpoint(name, tmp_path)
     model = llama.load(checkpoint, stacked=stacked)
     layers = "layers" if stacked else "layers.{n}"
     pairs = eqq.transforms.llama_pairs(model.config.head_size, offset=model.config.offset, layers=layers)
@@ -261,16 +261,16 @@ def test_pairs_of_layers(llama, tmp_path, name, stacked):
     np.testing.assert_allclose(eqx.filter_jit(apply)(folded, ids), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_other_ways_to_say_the_same(llama, tmp_path):
+def test_equivalent_configurations(llama, tmp_path):
     """Older releases of `transformers` write other fields, and llama.cpp the scaling of Llama 3 as divisors."""
-    config = llama.config_of(checkpoint_of("llama", tmp_path))
+    config = llama.config_of(write_checkpoint("llama", tmp_path))
     scaling = {key: value for key, value in MODELS["llama"]["config"]["rope_parameters"].items() if key != "rope_theta"}
     old = {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": 5e5, "head_dim": None}
-    assert llama.config_of(checkpoint_of("llama", tmp_path, **old)) == config
+    assert llama.config_of(write_checkpoint("llama", tmp_path, **old)) == config
     plain = dataclasses.replace(config, scaling=(("rope_type", "default"),))
     divisors = tuple((plain.frequencies() / config.frequencies()).tolist())
     assert divisors[0] < divisors[1] < 8.1
     by_divisors = dataclasses.replace(plain, divisors=divisors)
     np.testing.assert_allclose(by_divisors.frequencies(), config.frequencies(), rtol=1e-6)
-    config = llama.config_of(checkpoint_of("qwen2", tmp_path))
-    assert config.windows == (0, 4) == llama.config_of(checkpoint_of("qwen2", tmp_path, layer_types=None)).windows
+    config = llama.config_of(write_checkpoint("qwen2", tmp_path))
+    assert config.windows == (0, 4) == llama.config_of(write_checkpoint("qwen2", tmp_path, layer_types=None)).windows

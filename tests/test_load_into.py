@@ -49,7 +49,7 @@ def llama_tree(mlp=("gate", "up", "down")):
     }
 
 
-def filled(struct, seed=0):
+def fill(struct, seed=0):
     """The tree with random values."""
     leaves, treedef = jax.tree_util.tree_flatten(struct)
     rng = np.random.default_rng(seed)
@@ -80,7 +80,7 @@ def hf_llama(tree):
 
 
 def test_ready_names_of_llama_and_the_report():
-    expected = filled(llama_tree())
+    expected = fill(llama_tree())
     arrays = {**hf_llama(expected), "model.layers.0.self_attn.rotary_emb.inv_freq": jnp.ones(4)}
     loaded = eqq.io.load_into(llama_tree(), arrays, ready.llama())
     assert eqx.tree_equal(loaded, expected)
@@ -93,7 +93,7 @@ def test_ready_names_of_llama_and_the_report():
 
 
 def test_quantized_weights_stay_packed_and_stack_for_scan():
-    expected = eqq.quantize_tree(filled(llama_tree()), {"layers.*": "nf4", "*": None})
+    expected = eqq.quantize_tree(fill(llama_tree()), {"layers.*": "nf4", "*": None})
     arrays = hf_llama(expected)
     loaded = eqq.io.load_into(llama_tree(), arrays, ready.llama())
     assert eqx.tree_equal(loaded, expected)
@@ -121,7 +121,7 @@ def test_dequantize_casts_and_numpy():
 
 
 @pytest.mark.parametrize("format", ["nf4", "int4", "int8", eqq.NF4(double_quant=True), eqq.Int8("tensor"), "nvfp4"])
-def test_fused_and_divided_rows(format):
+def test_concatenated_and_split_rows(format):
     key = jr.key(0)
     parts = [eqq.quantize(jr.normal(jr.fold_in(key, n), (rows, 128)), format) for n, rows in enumerate((8, 4, 4))]
     arrays = {f"l.{n}.{x}.weight": q for n in range(2) for x, q in zip("qkv", parts, strict=True)}
@@ -143,7 +143,7 @@ def test_fused_and_divided_rows(format):
 @pytest.mark.parametrize(
     "format", [eqq.NF4(), eqq.Int4(symmetric=False), eqq.NF4(double_quant=True), eqq.formats.MLX(4, 64), eqq.Int3()]
 )
-def test_joined_and_divided_along_the_quantized_axis(format):
+def test_concatenated_and_split_along_the_quantized_axis(format):
     unit = 64 * 256 if format.scale_format is not None else 512  # whole blocks of scales
     q = eqq.quantize(jr.normal(jr.key(0), (3, 2 * unit + 96)), format)
     first, second = split(q, [unit, unit + 96], -1)
@@ -228,7 +228,7 @@ def test_gguf_rows_are_put_back():
 
 
 def test_names_of_a_checkpoint(tmp_path):
-    model = filled({"w": zeros(4, 64)})
+    model = fill({"w": zeros(4, 64)})
     eqq.save(tmp_path / "ours.safetensors", eqq.quantize_tree(model, "nf4"))
     loaded = eqq.io.load_into({"w": zeros(4, 64)}, tmp_path / "ours.safetensors")
     assert eqx.tree_equal(loaded, eqq.quantize_tree(model, "nf4"))
@@ -287,7 +287,7 @@ def arrays():
         (lambda name: {"a": "x", "b": "y"}.get(name, "z"), "z: c, .* no such array"),
     ],
 )
-def test_what_does_not_fit_is_an_error_before_reading(names, message):
+def test_misfits_are_errors_before_reading(names, message):
     model = {"x": zeros(4, 64), "y": zeros(3)}
     with pytest.raises(ValueError, match=message) as error:
         eqq.io.load_into(model, arrays(), names)
@@ -329,7 +329,7 @@ def test_parts_in_different_formats():
         ({"{n}": "{n}}"}, ValueError, "paths of `names` must have groups such as"),
     ],
 )
-def test_rules_that_are_none(names, error, message):
+def test_rules_with_none(names, error, message):
     with pytest.raises(error, match=message):
         eqq.io.load_into({"x": zeros(4, 64)}, arrays(), names)
 
@@ -339,7 +339,7 @@ def test_rename_that_matches_nothing():
         ready.rename(ready.llama(), {"attn": "attention"})
 
 
-def test_keep():
+def test_kept_leaves_are_not_loaded():
     model = {"x": zeros(3), "rope": jnp.arange(4.0)}
     loaded = eqq.io.load_into(model, {"b": jnp.ones(3)}, {"b": "x"}, keep=["rope"])
     np.testing.assert_array_equal(loaded["rope"], jnp.arange(4.0))
@@ -358,7 +358,7 @@ def test_shardings():
     np.testing.assert_array_equal(np.asarray(loaded["w"]), np.asarray(q))
 
 
-def test_rules_that_match_nothing_are_told():
+def test_unmatched_rules_are_reported():
     model, arrays = {"a": jnp.ones(3)}, {"x.a": jnp.zeros(3)}
     plan = eqq.io.plan_load(model, arrays, {"x.{p}": "{p}", "y.{p}": "b.{p}"})
     assert plan.idle == ("y.{p}",) and not plan.problems and "1 rules that match nothing: y.{p}" in str(plan)

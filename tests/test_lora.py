@@ -31,7 +31,7 @@ def with_factors(w, getkey, rank=3, **kwargs):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_starts_as_the_model_it_was(name, getkey):
+def test_initial_outputs_equal_the_base_model(name, getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), FORMATS[name].format), weights(getkey(), (7, 20))
     adapted = eqq.loraify(model, rank=3, key=getkey())
     assert type(adapted) is eqx.nn.MLP
@@ -48,7 +48,7 @@ BASES = {
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_is_the_sum(base, getkey):
+def test_value_is_base_plus_product_of_factors(base, getkey):
     w = BASES[base](weights(getkey(), (6, 70)))
     x = with_factors(w, getkey, alpha=12)
     dense = eqq.dequantize(w) + 12 / 3 * x.b @ x.a
@@ -141,13 +141,13 @@ def test_embeddings_only_when_selected(getkey):
     assert_close(jax.vmap(x)(jnp.array([3, 3, 7])), x.weight.dequantize()[jnp.array([3, 3, 7])], 1e-6)
 
 
-def test_lookup_forms_only_its_rows(getkey):
+def test_lookup_computes_only_its_rows(getkey):
     # A table of 64 MiB in float32.
     x = with_factors(eqq.quantize(weights(getkey(), (2**17, 128)), "int4"), getkey)
     assert temp_bytes(lambda x, i: x[i], x, jnp.array([1, 2, 3])) < 2**20
 
 
-def test_product_forms_no_sum(getkey):
+def test_product_does_not_add_factors_to_the_weight(getkey):
     x = with_factors(eqq.quantize(weights(getkey(), (4096, 4096)), "nf4"), getkey)
     assert temp_bytes(lambda x, v: v @ x.T, x, jnp.ones((4, 4096))) < 2**24
     assert primitives(lambda x, v: v @ x.T, x, jnp.ones((4, 4096))).count("quantized_matmul") == 1
@@ -257,7 +257,7 @@ def test_gradients_are_those_of_the_sum(getkey):
     assert_close(grads.layers[0].weight.b, w.scaling * dense @ w.a.T, 1e-5)
 
 
-def test_partitioned(getkey):
+def test_partitioned_models_train(getkey):
     model, x = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 3, key=getkey()), weights(getkey(), (7, 20))
     trained, frozen = eqx.partition(model, eqq.trainable_mask(model))
     assert {leaf.shape[-1] for leaf in jtu.tree_leaves(trained)} <= {3, 20, 40}
@@ -389,7 +389,7 @@ def test_masters_leave_frozen_weights_alone(getkey):
         eqq.float_masters(optax.sgd(0.1)).init(model)
 
 
-def test_saved(getkey, tmp_path):
+def test_factors_are_saved_and_loaded(getkey, tmp_path):
     model = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 3, key=getkey())
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", model)
     again = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", model)
@@ -397,7 +397,7 @@ def test_saved(getkey, tmp_path):
 
 
 @pytest.mark.parametrize("library", ["equinox", "eqquant"])
-def test_the_usual_loop_trains_the_factors_alone(library, getkey):
+def test_the_usual_loop_trains_only_factors(library, getkey):
     """`eqx.filter_value_and_grad` gives biases and norms gradients, which `optax.masked` would add to them."""
     linear = lambda: eqx.nn.Linear(64, 64, key=getkey())
     model = eqx.nn.Sequential([linear(), eqx.nn.LayerNorm(64), linear()])

@@ -31,7 +31,7 @@ PAIRS = {
 }
 
 
-def rounded(x, format):
+def round_operand(x, format):
     """The values of the rows of a matrix after rounding, in float64."""
     return np.asarray(eqq.quantize(x, format).dequantize(), np.float64)
 
@@ -65,9 +65,9 @@ def test_the_three_products(operands, name):
         return y, *pull(dy)
 
     y, dx, dw = products(x, w, dy)
-    close(y, rounded(x, forward), rounded(w, forward))
-    close(dx, rounded(dy, gradient), rounded(w.T, forward))
-    close(dw, rounded(dy.T, gradient), rounded(x.T, forward))
+    close(y, round_operand(x, forward), round_operand(w, forward))
+    close(dx, round_operand(dy, gradient), round_operand(w.T, forward))
+    close(dw, round_operand(dy.T, gradient), round_operand(x.T, forward))
 
 
 def test_forward_mode_passes_straight_through(operands):
@@ -75,7 +75,7 @@ def test_forward_mode_passes_straight_through(operands):
     product = lambda x, w: x @ LowPrecisionArray(w, "int8", "int8").T
     dx, dw = x[::-1], w[::-1]
     _, dy = jax.jvp(product, (x, w), (dx, dw))
-    values = rounded(x, "int8"), rounded(w, "int8")
+    values = round_operand(x, "int8"), round_operand(w, "int8")
     exact = np.asarray(dx, np.float64) @ values[1].T + values[0] @ np.asarray(dw, np.float64).T
     np.testing.assert_allclose(dy, exact, rtol=1e-4, atol=1e-5)
     second = jax.jit(jax.hessian(lambda x: jnp.sum(product(x, w)[0] ** 2)))(x[:1])
@@ -153,8 +153,8 @@ def test_stochastic_rounding(operands):
     np.testing.assert_array_equal(gradient(salts[3]), many[3])
     assert len(np.unique(np.asarray(many[:, 0, 0]))) > 10
     rows = jnp.concatenate([dy, jnp.zeros((1, 4))]), jnp.concatenate([x, jnp.zeros((1, 40))])
-    exact = jnp.asarray(np.asarray(rows[0], np.float64).T @ rounded(rows[1].T, "int4").T, jnp.float32)
-    nearest = jnp.asarray(rounded(rows[0].T, "int4") @ rounded(rows[1].T, "int4").T, jnp.float32)
+    exact = jnp.asarray(np.asarray(rows[0], np.float64).T @ round_operand(rows[1].T, "int4").T, jnp.float32)
+    nearest = jnp.asarray(round_operand(rows[0].T, "int4") @ round_operand(rows[1].T, "int4").T, jnp.float32)
     assert relative(many.mean(0), exact) < 0.25 * relative(nearest, exact)
     spread = jnp.std(many, axis=0) / np.sqrt(len(salts))
     assert float(jnp.mean(jnp.abs(many.mean(0) - exact) < 4 * spread)) > 0.98
@@ -170,7 +170,7 @@ def test_gradients_of_16_bits_seed_alike_rarely(operands):
     assert not (seeds(many[:, :1]) == seeds(row)).any()
 
 
-def test_with_64_bits(operands):
+def test_x64_mode(operands):
     x, w, dy = operands
     with jax.enable_x64(True):
         dw = jax.grad(lambda w: jnp.sum(x @ LowPrecisionArray(w, "int8", "int8").T * dy))(w)
@@ -235,7 +235,7 @@ def loss(model, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def trained(model, tokens, steps=20, grad=eqx.filter_value_and_grad, mask=None, repeat=False):
+def train_model(model, tokens, steps=20, grad=eqx.filter_value_and_grad, mask=None, repeat=False):
     optim = optax.adamw(1e-2) if mask is None else optax.masked(optax.adamw(1e-2), mask)
 
     @eqx.filter_jit
@@ -260,7 +260,7 @@ def trained(model, tokens, steps=20, grad=eqx.filter_value_and_grad, mask=None, 
 def test_training_a_model():
     """An ordinary loop, with `eqx.filter_grad` and optax: the loss falls, and runs repeat bit for bit."""
     model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (8, 33), 0, 11)
-    low, values = trained(eqq.low_precision_training(model), tokens, repeat=True)
+    low, values = train_model(eqq.low_precision_training(model), tokens, repeat=True)
     assert values[-1] < 0.9 * values[0]
     dense = eqq.dequantize_tree(low)
     assert jax.tree.structure(dense) == jax.tree.structure(model)
@@ -268,14 +268,14 @@ def test_training_a_model():
 
 
 @pytest.mark.slow
-def test_losses_stay_beside_those_of_float():
+def test_losses_are_near_float_training():
     model, tokens = Network(jr.key(0)), jr.randint(jr.key(1), (8, 33), 0, 11)
     np.testing.assert_allclose(
-        trained(eqq.low_precision_training(model), tokens)[1], trained(model, tokens)[1], rtol=0.01
+        train_model(eqq.low_precision_training(model), tokens)[1], train_model(model, tokens)[1], rtol=0.01
     )
 
 
-def test_what_is_wrapped():
+def test_wrapped_leaves():
     model = Network(jr.key(0))
     low = eqq.low_precision_training(model, "fp8")
     assert isinstance(low.head.weight, LowPrecisionArray) and isinstance(low.layers.weight, LowPrecisionArray)
@@ -295,7 +295,7 @@ def test_what_is_wrapped():
     assert all(masked) and len(masked) == len(jax.tree.leaves(low))
 
 
-def test_everything_but_products_is_the_float_array(operands):
+def test_other_operations_see_the_float_array(operands):
     _, w, _ = operands
     q = LowPrecisionArray(w, "int8", "int8")
     np.testing.assert_array_equal(q[3], w[3])
@@ -315,7 +315,7 @@ def test_low_rank_factors():
         low = eqq.low_precision_training(eqq.loraify(base, rank=2, key=jr.key(2)))
         assert isinstance(low.head.weight.base, LowPrecisionArray)
         mask = eqq.trainable_mask(low)
-        after, values = trained(low, tokens, 5, eqq.filter_value_and_grad, mask)
+        after, values = train_model(low, tokens, 5, eqq.filter_value_and_grad, mask)
         assert values[-1] < values[0]
         assert eqx.tree_equal(after.head.weight.base, low.head.weight.base)
         assert not eqx.tree_equal(after.head.weight.b, low.head.weight.b)
@@ -420,7 +420,7 @@ POLICY_MODELS = {
 
 @pytest.mark.parametrize("kind", POLICY_MODELS)
 def test_dtypes_after_a_cast_follow_the_logical_dtype(kind, getkey):
-    """A cast of all floats leaves the logical dtype, and results have its dtype or that of the input, the wider."""
+    """A cast of all floats keeps the logical dtype. Results have the wider of both dtypes."""
     layer = eqx.nn.Linear(64, 32, use_bias=False, key=getkey())
     model = POLICY_MODELS[kind](layer)
     for dtype in (jnp.bfloat16, jnp.float32):

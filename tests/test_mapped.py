@@ -60,7 +60,7 @@ def test_rotations_are_orthogonal(size):
 
 
 @pytest.mark.parametrize("size", [64, 384, 768, 1536, 28 * 64, 36 * 4])
-def test_where_there_is_a_hadamard_matrix_all_entries_have_one_magnitude(size):
+def test_entries_of_hadamard_matrices_have_one_magnitude(size):
     assert np.prod([len(f) for f in factors(size)]) == size
     for factor in factors(size):
         np.testing.assert_array_equal(np.abs(factor), 1)
@@ -73,7 +73,7 @@ def test_other_sizes_have_flat_factors_too():
             assert np.abs(factor).max() < 2**0.5 + 1e-9
 
 
-def test_signs_are_those_of_all_versions():
+def test_signs_are_the_same_in_all_versions():
     assert random_signs(24, 1).tolist() == SIGNS_OF_SEED_1
 
 
@@ -91,7 +91,7 @@ def test_half_precision_is_rounded_once():
 # The array
 
 
-def test_it_is_the_dense_array(kind, w):
+def test_dequantizes_to_the_dense_array(kind, w):
     m = kind(w)
     assert m.shape == (OUT, IN) and m.ndim == 2 and m.dtype == jnp.float32 and m.T.shape == (IN, OUT)
     close(m.dequantize(), w)
@@ -128,7 +128,7 @@ def test_transformations(kind, w):
     close(jax.hessian(f, 1)(m, xs[0]), jax.hessian(f, 1)(w, xs[0]), 1e-4)
 
 
-def test_gradients_of_what_is_stored_are_those_of_the_dense_array_mapped(kind, w):
+def test_gradients_are_transformed_dense_gradients(kind, w):
     m, x = kind(w), jr.normal(jr.key(1), (IN,))
     f = lambda m: jnp.sum(jnp.sin(m @ x))
     grads = eqx.filter_grad(f)(m)
@@ -152,7 +152,7 @@ def test_stacks(kind):
     close(stack @ x[:, None], ws @ x[:, None])
 
 
-def test_maps_within_maps(w):
+def test_nested_input_transforms(w):
     m = RotatedArray(RotatedArray.of(rotate(w, -1, 1), 2), 1)
     x = jr.normal(jr.key(1), (IN,))
     close(m @ x, w @ x)
@@ -189,7 +189,7 @@ def test_rotated_models_are_the_same(model, xs):
 
 
 @pytest.mark.long
-def test_quantizing_sees_what_is_stored(model, xs):
+def test_quantizing_uses_the_stored_array(model, xs):
     rotated = eqq.transforms.rotate(model)
     stats = eqq.calibrate.collect_stats(rotated, [xs], gram=True)
     turned = np.asarray(rotate(xs, -1, 0), np.float64)
@@ -210,7 +210,7 @@ def test_quantizing_sees_what_is_stored(model, xs):
     close(run(dense, xs), run(q, xs))
 
 
-def test_rotations_spread_what_is_large():
+def test_rotations_spread_outliers():
     w = jr.normal(jr.key(0), (64, 256)).at[:, 7].mul(50)
     eqq_error = lambda m: float(
         jnp.linalg.norm(eqq.dequantize_tree(eqq.quantize_tree({"w": m}, eqq.Int4(None)))["w"] - w)
@@ -233,7 +233,7 @@ def test_training(model, xs):
     for _ in range(3):
         q, state = step(q, state)
     assert loss(q) < before and isinstance(q.layers[0].weight.array, eqq.QuantizedArray)
-    # The masters are those of the rotated space.
+    # The masters are in the rotated space.
     wanted = eqq.quantize(state.masters.layers[0].weight.array, "int4")
     assert eqx.tree_equal(q.layers[0].weight.array, wanted)
     simulated = eqq.quantize_tree(eqq.transforms.rotate(model), "int4", simulate=True)
@@ -271,7 +271,7 @@ def test_arrays_in_two_places_stay_shared(xs):
     assert rotated["a"] is rotated["b"]
 
 
-def test_weights_on_the_right(xs):
+def test_transformed_weights_on_the_right(xs):
     w = jr.normal(jr.key(0), (IN, 8))
     rotated = eqq.transforms.rotate({"w": w}, axis=-2)
     close(xs @ rotated["w"], xs @ w)

@@ -94,7 +94,7 @@ def test_every_apply_updates_is_exact(apply, getkey):
     assert_close(after["net"].layers[0].bias, model["net"].layers[0].bias + updates["net"].layers[0].bias)
 
 
-def test_steps_are_those_of_the_optimizer_on_the_masters(getkey):
+def test_steps_equal_the_optimizer_on_floats(getkey):
     # Weight decay, moments and all: the same trajectory as the bare optimizer on the float tree.
     float_model, grads_key = mlp(getkey()), getkey()
     model = eqq.quantize_tree(float_model, "int8")
@@ -112,7 +112,7 @@ def test_steps_are_those_of_the_optimizer_on_the_masters(getkey):
         assert_close(layer.bias, expected.bias, 1e-6)
 
 
-def test_masters_default_to_the_model(getkey):
+def test_default_masters_are_the_dequantized_model(getkey):
     model = eqq.quantize_tree(mlp(getkey()), "int8")
     masters = eqq.float_masters(optax.sgd(0.1)).init(model).masters
     assert_close(masters.layers[0].weight, model.layers[0].weight.dequantize(), 0)
@@ -310,7 +310,7 @@ def test_stochastic_rounding_is_new_at_every_step_and_reproducible(getkey):
 # State
 
 
-def test_state_is_saved_and_goes_on(getkey):
+def test_training_resumes_from_a_saved_state(getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), "nf4"), weights(getkey(), (8, 20))
     optim = eqq.float_masters(optax.adam(lr), key=getkey())
     model, state, _, _ = train(model, optim, x, 3)

@@ -1,4 +1,4 @@
-"""What float masters refuse: each error names the leaf, what it got and the remedy."""
+"""Errors of float masters: each names the leaf, the value and the remedy."""
 
 import equinox as eqx
 import jax
@@ -74,7 +74,7 @@ def test_parameters_without_codes(setting):
         optim.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
 
 
-def test_a_state_of_something_else(setting, getkey):
+def test_a_state_of_another_optimizer(setting, getkey):
     model, optim, state, grads = setting
     params = arrays(model)
     with pytest.raises(ValueError, match="needs the state that its `init` returns. Got a tuple"):
@@ -127,7 +127,7 @@ def test_dense_updates_are_refused(setting):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_plain_optimizer_on_floats_alone(whole, setting):
-    """What a filter for floats leaves of a quantized array is no parameter, and the error says what to write."""
+    """A quantized array without its codes is an error with a remedy."""
     q, _, _, grads = setting
     x = jnp.ones((2, 20))
     floats = eqx.filter(q, eqx.is_inexact_array)
@@ -164,7 +164,7 @@ def test_updates_of_another_shape_or_dtype(getkey):
     assert eqq.apply_updates({"a": 1.0}, {"a": 1.0}) == {"a": 2.0}
 
 
-def test_apply_updates_keeps_what_has_no_update(setting):
+def test_apply_updates_keeps_leaves_without_an_update(setting):
     model, *_ = setting
     assert_same(
         arrays(eqq.apply_updates(model, jtu.tree_map(lambda _: None, model, is_leaf=eqq.is_quantized))), arrays(model)

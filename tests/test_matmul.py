@@ -30,7 +30,7 @@ def stacked(getkey):
 
 
 def matmuls(f, *args):
-    """Shape of `x` and parameters of each quantized matmul in `f`, those inside of loops and calls included."""
+    """Shape of `x` and parameters of each quantized matmul in `f`, also inside loops and calls."""
 
     def visit(jaxpr):
         for eqn in jaxpr.eqns:
@@ -256,7 +256,7 @@ def test_a_broadcast_batch_is_more_rows():
 
 
 @pytest.mark.long
-def test_a_broadcast_batch_is_right(getkey):
+def test_a_broadcast_batch_equals_numpy(getkey):
     q = eqq.quantize(weights(getkey(), (3, 1, N, K)), "int8")
     dense = q.dequantize()
     with jax.numpy_rank_promotion("allow"):
@@ -346,7 +346,7 @@ def test_explain(q, platform):
         eqq.explain_matmul(jnp.float32(2), q)
 
 
-def test_explain_tells_what_runs(getkey):
+def test_explain_equals_the_bound_implementation(getkey):
     """It reads the primitive that the product binds: the same shapes, whichever way they come."""
     stacked = eqq.quantize(weights(getkey(), (3, N, K)), "int8")
     for w, x in (
@@ -371,7 +371,7 @@ def test_lowers_for_other_platforms(q, platform):
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8", "mxfp4", "int4_affine", "nvfp4"])
-def test_sums_of_nothing_are_zero(name):
+def test_empty_sums_are_zero(name):
     """A quantized axis of length zero."""
     q = eqq.quantize(jnp.ones((5, 0)), FORMATS[name].format)
     np.testing.assert_array_equal(q @ jnp.ones(0), np.zeros(5))

@@ -8,7 +8,7 @@ import eqquant as eqq
 from eqquant._array.quantize import _quantize
 from eqquant._formats.base import as_format
 
-from .helpers import NEWEST, one_in
+from .helpers import mark_slow, NEWEST
 
 
 OPTIMIZED = True  # what is in memory is what the compiler leaves there
@@ -18,7 +18,7 @@ SHAPE = (4096, 4096)
 
 @pytest.mark.parametrize("method", [eqq.AbsMax(), eqq.MSE(), eqq.HQQ()], ids=repr)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("format", one_in(2, ["nf4", "int8", "nvfp4", "int4"]))
+@pytest.mark.parametrize("format", mark_slow(2, ["nf4", "int8", "nvfp4", "int4"]))
 def test_quantizing_takes_less_than_one_more_leaf(format, dtype, method):
     w = jax.ShapeDtypeStruct(SHAPE, dtype)
     compiled = _quantize.lower(w, as_format(format), method, None, (-1,), None, True).compile()

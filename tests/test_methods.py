@@ -1,4 +1,4 @@
-"""Methods: how much error they leave, and that each minimises what it claims to."""
+"""Methods: their errors, and that each minimises its own measure."""
 
 import functools as ft
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxtyping import TypeCheckError
 
 import eqquant as eqq
 
-from .helpers import assert_same, FORMATS as CONTRACT, one_in, SWEPT_FORMATS
+from .helpers import assert_same, FORMATS as CONTRACT, mark_slow, SWEPT_FORMATS
 
 
 FORMATS = {
@@ -53,7 +53,7 @@ GAINS = {
 }
 
 
-@pytest.fixture(params=one_in(2, FORMATS))
+@pytest.fixture(params=mark_slow(2, FORMATS))
 def name(request):
     return request.param
 
@@ -113,7 +113,7 @@ def test_never_worse_by_its_own_measure(rule, name):
 
 
 @pytest.mark.parametrize("name", ["int2", "int4", "int8_block", "nf4"])
-def test_mse_is_the_least(name):
+def test_mse_has_the_least_error(name):
     # Against every scale from 0.05 to 1.3 of absmax's, in steps of a thousandth.
     w, format = heavy(), FORMATS[name]
     plain = eqq.quantize(w, format)
@@ -166,7 +166,7 @@ def test_an_array_does_not_remember_its_method(rule, name):
 
 
 @pytest.mark.parametrize("format", ["int4", "nf4"])
-def test_blocks_are_searched_alone(rule, format):
+def test_each_block_is_searched_independently(rule, format):
     # Ragged too: the last block is searched without padding.
     w, quantize = heavy((4, 150)), ft.partial(eqq.quantize, format=format, method=METHODS[rule])
     dense = np.asarray(quantize(w).dequantize())
@@ -239,7 +239,7 @@ def test_training_takes_a_method(rule):
 
 
 class WeighedBy(eqq.extend.AbstractScaleMethod):
-    """A method with statistics: it records those of the leaf that it was given."""
+    """A method that records the statistics of its leaf."""
 
     inputs: object
 
@@ -247,7 +247,7 @@ class WeighedBy(eqq.extend.AbstractScaleMethod):
         return format.choose_scale(blocks) * self.inputs, None
 
 
-def test_statistics_go_to_their_leaf():
+def test_each_leaf_gets_its_statistics():
     model = {"a": jnp.ones((2, 64)), "b": jnp.ones((2, 64))}
     quantized = eqq.quantize_tree(model, "int8", method=WeighedBy({"a": jnp.float32(2.0), "b": jnp.float32(4.0)}))
     plain = eqq.quantize(model["a"], "int8").scale
@@ -323,7 +323,7 @@ def test_fields_of_methods():
 
 
 class ByInputs(eqq.extend.AbstractScaleMethod):
-    """Clips more where inputs are large: a method that reads what `collect_stats` returns."""
+    """Clips more where inputs are large: a method that reads collected statistics."""
 
     inputs: object
 
@@ -362,7 +362,7 @@ def test_randomness_does_not_depend_on_chunks():
 
 
 @pytest.mark.long
-def test_rows_by_hand(contract_row):
+def test_encode_rows_by_hand(contract_row):
     rows, format = heavy((6, 130)), contract_row.format
     scale, zero_point = eqq.extend.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
     encoded = eqq.extend.encode_rows(rows, scale, zero_point, format)
@@ -398,7 +398,7 @@ NOT_FINITE = [
 
 
 @pytest.mark.parametrize("columns, bad, jit", NOT_FINITE)
-def test_not_finite_never_becomes_a_number(contract_row, columns, bad, jit):
+def test_nan_never_becomes_a_number(contract_row, columns, bad, jit):
     """Whatever shares the outermost scale of a NaN or an infinity is NaN; everything else is as without it."""
     format = contract_row.format
     w = np.array(jr.normal(jr.key(0), (8, columns)), np.float32)
@@ -461,7 +461,7 @@ def test_the_largest_float32_stays_finite(contract_row):
 # Chunks of rows
 
 
-@pytest.mark.parametrize("shape", one_in(3, [((5, 3, 130),), ((37, 130),), ((7, 1),)]))
+@pytest.mark.parametrize("shape", mark_slow(3, [((5, 3, 130),), ((37, 130),), ((7, 1),)]))
 def test_chunks_never_change_the_result(contract_row, shape):
     rows, format = jr.normal(jr.key(0), shape), contract_row.format
     whole = eqq.AbsMax().quantize_rows(rows, format)
@@ -484,7 +484,7 @@ def test_chunks_of_a_search(rule):
 
 
 def test_a_format_of_a_user_chooses_scales_of_chunks():
-    """Its rule may make arrays as large as what it is given."""
+    """Its rule may create arrays as large as its input."""
     sizes = []
 
     class Counting(eqq.NF4):

@@ -1,4 +1,4 @@
-"""What users try that cannot work: an error or a warning that says what to do instead."""
+"""Misuse: an error or a warning with a remedy."""
 
 import inspect
 import warnings
@@ -22,7 +22,7 @@ from .helpers import assert_same, FORMATS, SWEPT_FORMATS, weights
 def unchecked(request):
     """What users get who do not check types: only this suite checks every annotation of the package."""
     before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", request.node.originalname != "test_annotations")
+    jaxtyping.config.update("jaxtyping_disable", request.node.originalname != "test_annotations_accept_every_array")
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
 
@@ -99,7 +99,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_docstring_says_that_lax_refuses(getkey, name):
+def test_operations_that_lax_refuses(getkey, name):
     assert f"`{name}`" in eqq.QuantizedArray.__doc__
     with pytest.raises((TypeError, ValueError)):
         REFUSED[name](eqq.quantize(weights(getkey(), (8, 64))))
@@ -270,7 +270,7 @@ def test_requantize_refuses(getkey):
 # Looking at it
 
 
-def test_annotations(getkey):
+def test_annotations_accept_every_array(getkey):
     beartype = pytest.importorskip("beartype")
 
     @jaxtyped(typechecker=beartype.beartype)
@@ -298,7 +298,7 @@ def test_annotations(getkey):
         dense_only(q)
 
 
-def test_dir(getkey):
+def test_dir_lists_public_names(getkey):
     q = eqq.quantize(weights(getkey(), (8, 64)))
     names = dir(q)
     assert {"shape", "codes", "scale", "dequantize", "with_sharding", "sum", "T", "format"} <= set(names)
@@ -307,7 +307,7 @@ def test_dir(getkey):
     assert "importlib" not in dir(eqq) and "quantize_tree" in eqq.__doc__
 
 
-def test_notebook(getkey):
+def test_arrays_display_in_notebooks(getkey):
     q = eqq.quantize(weights(getkey(), (8, 64)))
     html = q._repr_html_()
     assert "QuantizedArray(float32[8,64], NF4(), axis=-1)" in html and "4.50 bits per value" in html

@@ -21,7 +21,7 @@ def _promotion():
         yield
 
 
-def quantized_in(state):
+def list_quantized(state):
     """Path and array of every quantized leaf."""
     flat = jtu.tree_leaves_with_path(state, is_leaf=eqq.is_quantized)
     return {jtu.keystr(path): x for path, x in flat if eqq.is_quantized(x)}
@@ -46,11 +46,11 @@ def minimise(optim, steps=200):
     return distances, state
 
 
-def test_adam_as_in_float():
+def test_quantized_adam_is_near_float_adam():
     exact, state = minimise(optax.adam(2e-2))
     ours, quantized = minimise(eqq.quantize_state(optax.adam(2e-2)))
     assert exact[-1] < 0.1 and abs(ours[-1] - exact[-1]) < 0.05
-    assert set(quantized_in(quantized)) == {"[0].mu", "[0].nu"}
+    assert set(list_quantized(quantized)) == {"[0].mu", "[0].nu"}
     assert eqq.tree_nbytes(quantized) < eqq.tree_nbytes(state) * 0.26
 
 
@@ -58,7 +58,10 @@ def test_second_moments_are_never_in_even_levels():
     # Which would round small ones to zero, and be divided by.
     distances, state = minimise(eqq.quantize_state(optax.adam(2e-2), eqq.Int8(block_size=256)))
     assert distances[-1] < distances[0]
-    assert {repr(x.format) for x in quantized_in(state).values()} == {"Int8(block_size=256)", "Dynamic8(signed=False)"}
+    assert {repr(x.format) for x in list_quantized(state).values()} == {
+        "Int8(block_size=256)",
+        "Dynamic8(signed=False)",
+    }
 
 
 def test_steps_stay_small_where_gradients_differ_widely():
@@ -71,7 +74,7 @@ def test_steps_stay_small_where_gradients_differ_widely():
         assert jnp.max(jnp.abs(updates)) < 10
 
 
-def test_nothing_above_zero_becomes_zero_without_a_sign():
+def test_unsigned_formats_keep_small_values_above_zero():
     format = eqq.Dynamic8(signed=False)
     values = jnp.array([0.0, 1e-30, 1e-14, 1e-13, 1e-3, 1.0])
     assert format.encode(values).tolist()[:4] == [0, 1, 1, 1]
@@ -94,7 +97,7 @@ class _OddlyNamed(eqx.Module):
         (lambda: optax.sm3(1e-2), {".nu.v", ".nu.nu"}),
     ],
 )
-def test_names_within_the_model_are_not_those_of_moments(make, moments, getkey):
+def test_parameters_named_like_moments_are_not_quantized(make, moments, getkey):
     params = _OddlyNamed(weights(getkey(), (64, 64)), weights(getkey(), (64, 64)))
     optim = eqq.quantize_state(make())
     if moments is None:
@@ -102,7 +105,7 @@ def test_names_within_the_model_are_not_those_of_moments(make, moments, getkey):
             optim.init(params)
         return
     state = optim.init(params)
-    found = quantized_in(state)
+    found = list_quantized(state)
     assert {next(m for m in moments if path.endswith(m)) for path in found} == moments and len(found) == len(moments)
     for _ in range(2):
         updates, state = jax.jit(optim.update)(jtu.tree_map(jnp.sin, params), state, params)
@@ -133,7 +136,7 @@ def test_which_state_is_quantized(make, moments, getkey):
     params = {"w": weights(getkey(), (64, 128)), "mu": jnp.ones(3)}
     optim = eqq.quantize_state(make())
     state = optim.init(params)
-    found = quantized_in(state)
+    found = list_quantized(state)
     assert {
         name for name in ("mu", "nu", "nu_max", "trace", "sum_of_squares") if any(f".{name}[" in p for p in found)
     } == moments
@@ -152,9 +155,9 @@ def test_second_moments_of_yogi_stay_in_float(init, getkey):
     """They change by differences that eight bits would round away, but for the large ones: they would only grow."""
     w, optim, exact = weights(getkey(), (64, 128)), eqq.quantize_state(optax.yogi(1e-3)), optax.yogi(1e-3)
     state, expected = init(optim)({"w": w}), exact.init({"w": w})
-    assert [path for path in quantized_in(state) if ".nu" in path] == []
-    assert any(".mu" in path for path in quantized_in(state))
-    assert any(".nu" in path for path in quantized_in(init(eqq.quantize_state(optax.adam(1e-3)))({"w": w})))
+    assert [path for path in list_quantized(state) if ".nu" in path] == []
+    assert any(".mu" in path for path in list_quantized(state))
+    assert any(".nu" in path for path in list_quantized(init(eqq.quantize_state(optax.adam(1e-3)))({"w": w})))
     for key in jax.random.split(getkey(), 100):
         grads = {"w": weights(key, (64, 128))}
         _, state = jax.jit(optim.update)(grads, state)
@@ -176,9 +179,9 @@ def test_state_between_steps_is_the_quantized_one_of_the_optimizer(getkey):
 def test_small_moments_and_scalars_stay_in_float(getkey):
     params = {"large": weights(getkey(), (64, 64)), "small": jnp.ones(64), "scalar": jnp.float32(1)}
     state = eqq.quantize_state(optax.adam(1e-3)).init(params)
-    assert set(quantized_in(state)) == {"[0].mu['large']", "[0].nu['large']"}
+    assert set(list_quantized(state)) == {"[0].mu['large']", "[0].nu['large']"}
     all_of_them = eqq.quantize_state(optax.adam(1e-3), min_size=1).init(params)
-    assert len(quantized_in(all_of_them)) == 4
+    assert len(list_quantized(all_of_them)) == 4
 
 
 def test_blocks_run_over_short_axes(getkey):
@@ -191,12 +194,12 @@ def test_blocks_run_over_short_axes(getkey):
 def test_other_formats_and_dtypes(getkey):
     params = weights(getkey(), (64, 128))
     state = eqq.quantize_state(optax.adam(1e-3), "mxfp8").init(params)
-    assert {repr(x.format) for x in quantized_in(state).values()} == {"MXFP8()", "Dynamic8(signed=False)"}
+    assert {repr(x.format) for x in list_quantized(state).values()} == {"MXFP8()", "Dynamic8(signed=False)"}
     state = eqq.quantize_state(optax.adam(1e-3, mu_dtype=jnp.bfloat16)).init(params)
     assert state[0].mu.dtype == jnp.bfloat16 and state[0].nu.dtype == jnp.float32
 
 
-def test_saved(getkey):
+def test_state_is_saved_and_loaded(getkey):
     params = weights(getkey(), (64, 128))
     optim = eqq.quantize_state(optax.adam(1e-3))
     _, state = optim.update(params, optim.init(params), params)

@@ -1,4 +1,4 @@
-"""Every layer of `eqx.nn`: quantized, it is called as before and computes what its dequantized copy computes."""
+"""Every layer of `eqx.nn`: quantized, it has the outputs of its dequantized copy."""
 
 import equinox as eqx
 import jax
@@ -129,7 +129,7 @@ def test_structure_is_unchanged(case, layer, quantized, dense, getkey):
     assert len(quantized_leaves(quantized)) == case.count
 
 
-def test_call(case, quantized, dense, getkey):
+def test_outputs_equal_the_dense_model(case, quantized, dense, getkey):
     x = inputs(case, getkey)
     expected = eqx.filter_jit(case.call)(dense, *x)
     assert_close(case.call(quantized, *x), expected, tol=case.tol)
@@ -151,7 +151,7 @@ def test_gradients(case, quantized, dense, getkey):
     assert_close(dx, expected, tol=case.tol)
     remat = jax.checkpoint(lambda *x: total(case.call(quantized, *x)))
     assert_close(jax.jit(jax.grad(remat, tuple(range(len(x)))))(*x), expected, tol=case.tol)
-    # With respect to the model: the gradient of what is float is as before, and what is quantized has none.
+    # Gradients of float leaves do not change, and quantized leaves have none.
     kept = jtu.tree_map(lambda q, g: None if eqq.is_quantized(q) else g, quantized, full, is_leaf=eqq.is_quantized)
     assert_close(jtu.tree_leaves(dmodel), jtu.tree_leaves(kept), tol=case.tol)
 
@@ -191,7 +191,7 @@ def test_embedding(getkey):
         (nn.PReLU, [0.1], (3, 8)),
     ],
 )
-def test_left_alone(layer, arguments, shape, getkey):
+def test_biases_and_norms_are_left_alone(layer, arguments, shape, getkey):
     norm = layer(*arguments)
     tree = {"norm": norm, "linear": nn.Linear(8, 8, key=getkey())}
     out = eqq.quantize_tree(tree, "int8")

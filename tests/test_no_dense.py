@@ -1,4 +1,4 @@
-"""`eqq.no_dense`: an error at the first whole weight that is decoded, which says which, where and what to write."""
+"""`eqq.no_dense`: an error at the first decoded weight, with its name, the line and the remedy."""
 
 import threading
 
@@ -57,7 +57,7 @@ def test_names_several_leaves_of_one_shape(net):
 
 @pytest.mark.parametrize("format", ["int8", "nf4", eqq.NF4(double_quant=True), "q4_k", eqq.Int4(symmetric=False)])
 @pytest.mark.parametrize("implementation", [None, "xla"])
-def test_products_and_lookups_pass(getkey, format, implementation):
+def test_products_and_lookups_are_allowed(getkey, format, implementation):
     stack = eqq.quantize(jr.normal(getkey(), (3, 32, 256)), format)
     w, x = eqq.quantize(jr.normal(getkey(), (32, 256)), format), jr.normal(getkey(), (4, 256))
     with eqq.no_dense():
@@ -72,7 +72,7 @@ def test_products_and_lookups_pass(getkey, format, implementation):
     assert y.shape == (4, 32)
 
 
-def test_whole_matrices_do_not_pass(getkey):
+def test_whole_matrices_are_refused(getkey):
     stack = eqq.quantize(jr.normal(getkey(), (3, 32, 64)), "nf4")
     for decode in (
         lambda: stack[0],

@@ -35,7 +35,7 @@ def test_what_is_stored(path):
         for output in cell["outputs"]:
             assert output["output_type"] == "display_data" or output["name"] == "stdout"
             assert "image/svg+xml" not in output.get("data", {}) or cell["metadata"]["alt"]
-        # A cell that prints, or ends with a figure, has stored what it showed.
+        # A cell that prints, or ends with a figure, has stored outputs.
         assert bool(cell["outputs"]) == bool(re.search(r"(print|score|show)\(", source))
 
 

@@ -1,4 +1,4 @@
-"""Arrays of NumPy that JAX refuses: what can be converted is, and the rest is refused in the plan too."""
+"""NumPy arrays that JAX refuses: converted if possible, or refused in the plan too."""
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +50,13 @@ def unchecked():
 
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("kind", CONVERTED)
-def test_what_can_be_converted_is(kind, by):
+def test_convertible_dtypes_are_quantized(kind, by):
     w, dtype = CONVERTED[kind]
     assert_same(BY[by](w), BY[by](jnp.asarray(W, dtype)))
 
 
 @pytest.mark.parametrize("kind", CONVERTED)
-def test_the_plan_is_what_is_done(kind):
+def test_the_plan_equals_the_result(kind):
     w, dtype = CONVERTED[kind]
     model = {"a": {"w": w}, "bias": w[0]}
     planned = eqq.plan_tree(model, "int4").to_dict()["leaves"]
@@ -75,7 +75,7 @@ def test_masked_values_are_refused_with_the_path(function):
 
 
 @pytest.mark.parametrize("w", [W.astype(object), W.astype(str), W.view([("a", "f4")])], ids=["object", "str", "struct"])
-def test_what_is_no_number_is_refused_in_the_plan(w):
+def test_non_numeric_arrays_are_refused_in_the_plan(w):
     planned = {leaf.path: leaf for leaf in eqq.plan_tree({"v": W, "w": w}, "int4").leaves}
     assert planned["w"].format is None and planned["w"].reason != "a weight"
     assert eqq.quantize_tree({"v": W, "w": w}, "int4")["w"] is w

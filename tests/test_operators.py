@@ -59,8 +59,8 @@ def test_power(q):
     equal(abs(q) ** abs(q), abs(dense) ** abs(dense))
 
 
-def test_types_of_results():
-    """A type checker knows what an operator returns."""
+def test_result_types():
+    """Type checkers infer the results of operators."""
     for name in ("add", "radd", "rsub", "pow", "lt", "neg", "matmul"):
         assert typing.get_type_hints(getattr(eqq.QuantizedArray, f"__{name}__"))["return"] is jax.Array
 
@@ -170,7 +170,7 @@ def test_transposing_two_axes_moves_no_bytes(q):
 
 
 @pytest.mark.parametrize("order", [(0,), (0, 0), (0, 2), (0, 1, 2), (-3, 0), (1, -1)])
-def test_not_a_permutation(q, order):
+def test_a_wrong_permutation_is_an_error(q, order):
     with pytest.raises(ValueError, match="permutation of the 2 axes"):
         q.transpose(order)
 

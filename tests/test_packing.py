@@ -124,7 +124,7 @@ def test_scale_rules_ignore_what_follows_the_end():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "e8m0"])
-def test_bits_of_scales(dtype):
+def test_scales_are_stored_as_bits(dtype):
     scale = jnp.array([[0.5, 2.0, 1.0, 256.0]])
     bits = scale_bits.scale_to_bits(scale, dtype)
     assert bits.dtype == {"float32": jnp.uint32, "e8m0": jnp.uint8}.get(dtype, jnp.uint16)

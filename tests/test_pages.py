@@ -1,4 +1,4 @@
-"""The code of the documentation runs as it is printed, and prints what the pages say."""
+"""The code of the documentation runs as it is printed, and prints the outputs on the pages."""
 
 import contextlib
 import importlib.util
@@ -26,7 +26,7 @@ def code(page):
 
 
 @contextlib.contextmanager
-def as_printed():
+def run_as_user():
     """JAX as users have it, and functions without type checks, which raise before our own errors do."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
@@ -39,7 +39,7 @@ def as_printed():
 def run(page, without="(?!)"):
     """The names that the code of a page defines, without the blocks in which a pattern is found."""
     names = {}
-    with as_printed():
+    with run_as_user():
         for block in code(page):
             if not re.search(without, block):
                 exec(compile(block, page, "exec"), names)
@@ -207,7 +207,7 @@ def test_errors(tmp_path, monkeypatch):
     names, shown = {}, 0
     page = (DOCS / "errors.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```pytb\n(.*?)^```)?", page, re.M | re.S)
-    with as_printed():
+    with run_as_user():
         for block, message in blocks:
             if not message:
                 exec(compile(block, "errors.md", "exec"), names)

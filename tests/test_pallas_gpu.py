@@ -14,7 +14,7 @@ from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import pallas_gpu, ptx
 from eqquant._matmul.kernels.target import TargetDevice
 
-from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, one_in, relative_error, weights
+from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, mark_slow, relative_error, weights
 
 
 N, K = 72, 582  # a tile and a part of one; for every number of bits some segments and a rest
@@ -27,7 +27,7 @@ def operands(getkey, format, m, dtype, transpose):
     return x, q, np.asarray(x, np.float64) @ (dense if transpose else dense.T)
 
 
-def interpreted(x, q, transpose, **options):
+def run_interpreted(x, q, transpose, **options):
     layout = layout_of(q.format, K)
     options = {"transpose": transpose, "precision": "default", **options}
     can = {"transpose": transpose, "precision": "default", "target": TargetDevice("cuda")}
@@ -38,15 +38,15 @@ def interpreted(x, q, transpose, **options):
 @pytest.mark.parametrize("name, m", kernel_cases())
 def test_product(getkey, name, m):
     x, q, expected = operands(getkey, FORMATS[name].format, m, jnp.bfloat16, False)
-    y = interpreted(x, q, False)
+    y = run_interpreted(x, q, False)
     assert y.dtype == x.dtype and relative_error(y, expected) < 4e-3
 
 
 @pytest.mark.parametrize("m", [64])
-@pytest.mark.parametrize("name", one_in(3, KINDS_IN_KERNELS))
+@pytest.mark.parametrize("name", mark_slow(3, KINDS_IN_KERNELS))
 def test_transposed_product(getkey, name, m):
     x, q, expected = operands(getkey, FORMATS[name].format, m, jnp.bfloat16, True)
-    assert relative_error(interpreted(x, q, True), expected) < 4e-3
+    assert relative_error(run_interpreted(x, q, True), expected) < 4e-3
 
 
 @pytest.mark.parametrize("name", ["nf4", "dynamic8"])
@@ -62,15 +62,15 @@ def test_rounding_the_table_does_not_add_up(getkey, name, dtype, tol):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("name", one_in(4, KINDS_IN_KERNELS))
+@pytest.mark.parametrize("name", mark_slow(4, KINDS_IN_KERNELS))
 @pytest.mark.parametrize("dtype, tol", [("float32", 1e-6), ("float16", 6e-4)])
 def test_dtypes(getkey, name, dtype, tol, transpose):
     x, q, expected = operands(getkey, FORMATS[name].format, 5, dtype, transpose)
-    y = interpreted(x, q, transpose, precision="highest")
+    y = run_interpreted(x, q, transpose, precision="highest")
     assert y.dtype == x.dtype and relative_error(y, expected) < tol
 
 
-@pytest.mark.parametrize("n, k", one_in(3, [(65, 128), (1, 129), (200, 1000)]))
+@pytest.mark.parametrize("n, k", mark_slow(3, [(65, 128), (1, 129), (200, 1000)]))
 @pytest.mark.parametrize("split", [1, 7])
 @pytest.mark.parametrize("weight_left", [False, True])
 @pytest.mark.parametrize("transpose", [False, True])
@@ -87,7 +87,7 @@ def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
     assert relative_error(y, np.asarray(x, np.float64) @ (dense if transpose else dense.T)) < 1e-6
 
 
-def test_what_cannot_be_taken():
+def test_unsupported_products():
     layout = lambda format, k=K: layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(
         pallas_gpu.refusal,

@@ -12,7 +12,7 @@ from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import pallas_tpu
 from eqquant._matmul.kernels.target import TargetDevice
 
-from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, one_in, relative_error, weights
+from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, mark_slow, relative_error, weights
 
 
 N, K = 140, 1094  # a tile and a part of one; for every number of bits whole pairs of segments, and a rest
@@ -42,21 +42,21 @@ def test_product(getkey, name, m):
 
 
 @pytest.mark.parametrize("m", [64])
-@pytest.mark.parametrize("name", one_in(3, TAKEN))
+@pytest.mark.parametrize("name", mark_slow(3, TAKEN))
 def test_transposed_product(getkey, name, m):
     _, error = product(getkey, name, m, jnp.bfloat16, True, "default")
     assert error < 4e-3
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("name", one_in(4, TAKEN))
+@pytest.mark.parametrize("name", mark_slow(4, TAKEN))
 @pytest.mark.parametrize("precision, tol", [("highest", 1e-6), ("default", 4e-3)])
 def test_float32(getkey, name, precision, tol, transpose):
     y, error = product(getkey, name, 5, jnp.float32, transpose, precision)
     assert y.dtype == jnp.float32 and error < tol
 
 
-def test_what_cannot_be_taken():
+def test_unsupported_products():
     layout = lambda format, k=K: layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(
         pallas_tpu.refusal,

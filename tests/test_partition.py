@@ -1,4 +1,4 @@
-"""The quantized matmul on a mesh: what moves between devices, read from the compiled program, and that values stay."""
+"""The quantized matmul on a mesh: its collectives, read from the compiled program, and its values."""
 
 import functools as ft
 import math
@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 
-from .helpers import assert_close, one_in, weights
+from .helpers import assert_close, mark_slow, weights
 
 
 M, N, K = 16, 256, 1024
@@ -42,7 +42,7 @@ def product(x, q):
 
 
 FORMATS = ["nf4", "int8", eqq.Int4(symmetric=False), eqq.NF4(double_quant=True), "ternary", "mxfp8", "q4_k", "nvfp4"]
-each_format = pytest.mark.parametrize("format", one_in(2, FORMATS), ids=str)
+each_format = pytest.mark.parametrize("format", mark_slow(2, FORMATS), ids=str)
 
 
 @each_format
@@ -72,7 +72,7 @@ def test_the_sum_is_scattered_where_the_result_is_divided(getkey, mesh):
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
 @each_format
-def test_fully_sharded_gathers_what_is_packed(getkey, mesh, format, spec):
+def test_fully_sharded_gathers_packed_weights(getkey, mesh, format, spec):
     # As many examples as in training: more bytes than the weight has.
     q, x = eqq.quantize(weights(getkey(), (N, K)), format), weights(getkey(), (2048, K))
     sharded = put(x, mesh, P("data")), put(q, mesh, spec)
@@ -84,7 +84,7 @@ def test_fully_sharded_gathers_what_is_packed(getkey, mesh, format, spec):
     assert_close(jax.jit(product, out_shardings=where)(*sharded), product(x, q))
 
 
-def test_sharded_twice(getkey, mesh):
+def test_both_operands_sharded(getkey, mesh):
     q, x = eqq.quantize(weights(getkey(), (N, K)), "nf4"), weights(getkey(), (M, K))
     sharded = put(x, mesh, P("data")), put(q, mesh, P("model", "data"))
     found = collectives(product, *sharded, out_shardings=NamedSharding(mesh, P("data", "model")))
@@ -209,7 +209,7 @@ def eight():
     return jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
 
 
-def test_divided_by_more_than_there_are_parts(getkey, eight):
+def test_more_devices_than_blocks(getkey, eight):
     # 512 codes of four bits are four parts. The compiler would divide them by half of the axis of eight.
     w, x = weights(getkey(), (64, 512)), weights(getkey(), (4, 512))
     q, xs = eqq.quantize(w, "nf4"), put(x, eight, P(None, "all"))

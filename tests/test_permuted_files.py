@@ -65,7 +65,7 @@ def test_a_template_in_another_order(weight, path):
     [([-3, 64], None, "arrays of .8, 64. do not have"), ([-1, 63], None, "do not have"), ([], None, "do not have")]
     + [([-1, 64], np.zeros(64, np.uint32), "every index once"), (["x"], None, "must be a list of int")],
 )
-def test_damaged(weight, path, order, indices, message):
+def test_damaged_permutations_are_an_error(weight, path, order, indices, message):
     eqq.save(path, [weight])
     tensors, metadata = _safetensors.read(MappedFile(path))
     fields = json.loads(metadata["eqquant"])

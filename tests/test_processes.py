@@ -1,4 +1,4 @@
-"""Two processes with four devices each do what one with eight does."""
+"""Two processes with four devices each compute the same as one with eight."""
 
 import json
 import os

@@ -38,7 +38,7 @@ def test_a_missing_python_fails(tmp_path):
 
 
 def test_commands_of_the_readme():
-    """They take any supported Python, and are those that nox and continuous integration know."""
+    """They accept any supported Python, and nox and continuous integration use the same."""
     sessions = json.loads(nox(ROOT, "-s", "demo", "tests", "-l", "--json").stdout)
     assert [session["name"] for session in sessions] == ["demo", "tests"]
     for command, session in zip(COMMANDS, sessions, strict=True):

@@ -17,7 +17,7 @@ from .helpers import assert_same, FORMATS, SWEPT_FORMATS
 
 
 # The largest error of a value, relative to the largest magnitude of its block: half the widest gap between levels, or
-# what clipping takes off. An affine range may be off by half a step more, since zero is one of its codes.
+# the clipping error. An affine range may be off by half a step more, since zero is one of its codes.
 BOUNDS = {
     "nf4": 0.152,
     "nf4_double": 0.19,
@@ -43,7 +43,7 @@ BOUNDS = {
     "codebook": 1 / 4,
     "codebook_256": 1 / 254,
 }
-# Scales that are small floats have a smallest one: what it may cost, relative to the largest magnitude of the tensor.
+# The error by the smallest scale that is a small float, relative to the amax of the tensor.
 SMALLEST_SCALE = {
     "nf4_double": 2**-12 / 248,
     "nvfp4": 2**-10 / 448,
@@ -110,7 +110,7 @@ def per_block(rows, block_size, reduce):
 
 
 @ft.cache
-def jitted(format, axis):
+def run_jitted(format, axis):
     return jax.jit(lambda x: eqq.quantize(x, format, axis=axis))
 
 
@@ -123,14 +123,14 @@ def test_any_array(name, array, values, seed):
 
 @pytest.mark.parametrize("name", SWEPT_FORMATS)
 @pytest.mark.parametrize("values", VALUES)
-def test_jit_is_eager(name, values):
+def test_jit_equals_eager(name, values):
     q = check(name, (3, 70), -1, "float32", values)
-    assert_same(jitted(FORMATS[name].format, -1)(jnp.asarray(draw(values, (3, 70), "float32"), jnp.float32)), q)
+    assert_same(run_jitted(FORMATS[name].format, -1)(jnp.asarray(draw(values, (3, 70), "float32"), jnp.float32)), q)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_largest_values(request, name, dtype):
+def test_the_largest_floats_stay_finite(request, name, dtype):
     if (name, dtype) in KNOWN:
         request.applymarker(pytest.mark.xfail(reason=KNOWN[name, dtype], strict=True, raises=AssertionError))
     for seed in range(4):
@@ -156,7 +156,7 @@ def check(name, shape, axis, dtype, values, seed=0):
 
     bound = BOUNDS.get(name, 1) * absmax
     if isinstance(format, (eqq.Ternary, eqq.Binary)):
-        # The scale is a mean: what is far above it is cut off.
+        # The scale is a mean, so values far above it are clipped.
         mean = per_block(rows, format.block_size, np.mean)
         bound = np.maximum(absmax - mean, mean if isinstance(format, eqq.Binary) else mean / 2)
     if format.scale_dtype == "float16":

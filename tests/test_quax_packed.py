@@ -135,7 +135,7 @@ def arguments(getkey):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("array", ARRAYS)
-def test_packed(arguments, name, array):
+def test_results_stay_packed(arguments, name, array):
     if (array, name) in IMPOSSIBLE:
         pytest.skip("the leaves have no axis in common")
     w, x = ARRAYS[array](arguments[0]), arguments[1]
@@ -155,9 +155,9 @@ def test_packed(arguments, name, array):
 
 
 def with_rounded_inputs(name, w, x):
-    """Returns what a program computes if its products round `x`, to the scale of the layer that they multiply."""
+    """Returns the results of a program whose products round `x`, to the scale of each layer."""
 
-    def rounded(x):  # `(..., layers, inputs)`
+    def round_inputs(x):  # `(..., layers, inputs)`
         if w.scale is None:
             scale = jnp.max(jnp.abs(x), -1, keepdims=True) / 127
         else:
@@ -165,7 +165,7 @@ def with_rounded_inputs(name, w, x):
         return jnp.clip(jnp.round(x / scale), -127, 127) * scale
 
     if name == "experts":  # `einsum` multiplies gates and inputs first, and rounds the products
-        return jnp.einsum("eoi,tei->to", w.dequantize(), rounded(jnp.tanh(x[:, :4, None]) * x[:, None]))
+        return jnp.einsum("eoi,tei->to", w.dequantize(), round_inputs(jnp.tanh(x[:, :4, None]) * x[:, None]))
     # The rows of `x` differ by their sign alone. So rounding multiplies each input of a layer by a ratio of its own.
-    ratio = rounded(x[:1]) / x[:1]
+    ratio = round_inputs(x[:1]) / x[:1]
     return PROGRAMS[name](w.dequantize() * ratio[:, None], x)

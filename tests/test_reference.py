@@ -241,7 +241,7 @@ def test_bits_are_integers(bits):
 
 
 @pytest.mark.parametrize("name", ["int8", "int8_affine", "int4", "int4_affine", "int2_affine", "nf4", "nf4_channel"])
-def test_bounds(name, getkey):
+def test_the_error_bound_holds(name, getkey):
     w = weights(getkey(), (24, 130))
     q = eqq.quantize(w, FORMATS[name].format)
     bound = reference.theoretical_max_error(q) * (1 + 1e-4)

@@ -15,7 +15,7 @@ from .helpers import weights
 
 
 class Block(eqx.Module):
-    """A layer with what transformers have: a norm, two products, a mask, and an index that is no float."""
+    """A layer like a transformer's: a norm, two products, a mask, and an integer index."""
 
     norm: eqx.nn.LayerNorm
     up: eqx.nn.Linear
@@ -76,7 +76,7 @@ def test_divisors_are_not_rounded(name, policy):
     assert float(jnp.linalg.norm(got - exact)) < 0.05 * float(jnp.linalg.norm(exact))
 
 
-def test_bytes(getkey):
+def test_saved_bytes(getkey):
     block, x = Block(getkey()), weights(getkey(), (24, 32))
     count = lambda f: residual_nbytes(f, x)
     in_float = count(block)

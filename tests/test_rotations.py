@@ -101,7 +101,7 @@ def close(a, b, tolerance=1e-5):
 
 
 @pytest.mark.long
-def test_outputs_stay(model):
+def test_outputs_do_not_change(model):
     found = eqq.transforms.rotate(model, fold=FOLD, online=False, batches=[IDS], seed=3)
     assert jax.tree.structure(found) == jax.tree.structure(model)
     close(run(found), run(model))
@@ -119,7 +119,7 @@ def test_outputs_stay(model):
 
 
 @pytest.mark.long
-def test_stacks_and_what_is_left(model):
+def test_stacks_and_unfolded_weights(model):
     rules = {
         tuple(text.replace(".{n}", "") for text in WRITERS): eqq.transforms.ResidualStream(
             {gain.replace(".{n}", ""): weights.replace(".{n}", "") for gain, weights in READERS.items()}
@@ -151,7 +151,7 @@ def test_pairs_alone_and_transposed_weights():
     with pytest.raises(ValueError, match=r"outputs of the model unchanged. Got others with up.b, up.w"):
         wrong = {**options, "apply": lambda m, x: jax.nn.relu(x @ m["up"]["w"]) @ m["down"]["w"]}
         eqq.transforms.rotate(model, fold={"up.{p}": "down.w"}, **wrong)
-    # A weight that is not selected keeps what writes to it as it is.
+    # The producers of an unselected weight do not change.
     kept = eqq.transforms.rotate(model, fold={"up.{p}": "down.w"}, axis=-2, where=lambda m: m["up"]["w"])
     assert kept["down"]["w"] is model["down"]["w"] and isinstance(kept["up"]["w"], RotatedArray)
 
@@ -193,9 +193,11 @@ def test_a_norm_is_not_judged_by_part_of_its_name(model):
     close(*(eqq.transforms.rotate(m, fold=FOLD, online=False).head.weight for m in (named, model)))
 
 
-def test_weights_of_one_stream_are_selected_together(model):
+def test_all_readers_of_a_stream_must_be_selected(model):
     layers = lambda m: [m.layers[0], m.layers[1]]
-    with pytest.raises(ValueError, match=r"outputs of embedding.weight, .* not head.weight: not selected by `where`"):
+    with pytest.raises(
+        ValueError, match=r"outputs of embedding.weight, .* without some .*: head.weight: not selected by `where`"
+    ):
         eqq.transforms.rotate(model, fold=FOLD, where=layers)
     with pytest.raises(ValueError, match=r"With `online=False`.* Got no `fold`\."):
         eqq.transforms.rotate(model, online=False)

@@ -330,8 +330,8 @@ def test_slice_of_delayed_scales(getkey):
     assert_close(eqq.quaxify(lambda w, x: x @ w[2:4].T)(low(w), x), x @ low(w[2:4]).T)
 
 
-def test_joins_of_what_differs(getkey):
-    """Joined weights keep the leaf that all have, and are dense where one would stand for those of all."""
+def test_concatenation_of_different_formats(getkey):
+    """Concatenated weights keep a leaf that all share, and are dense where their leaves differ."""
     w, order = eqq.quantize(weights(getkey(), (6, 64)), "nf4"), jnp.arange(64, dtype=jnp.uint32)
     first, second = PermutedArray(w, order), PermutedArray(w, order[::-1])
     join = eqq.quaxify(lambda *parts: jnp.concatenate(parts))
@@ -344,7 +344,7 @@ def test_joins_of_what_differs(getkey):
     assert_close(stack(first, second).dequantize(), jnp.stack([first.dequantize(), second.dequantize()]))
 
 
-def test_joins_of_factors(getkey):
+def test_concatenation_of_low_rank_factors(getkey):
     w, a = eqq.quantize(weights(getkey(), (6, 64)), "nf4"), weights(getkey(), (2, 64))
     lora = lambda rank, a: eqq.arrays.LoraArray(w, a, weights(getkey(), (6, rank)), alpha=1.0, in_ndim=1)
     other = lora(2, weights(getkey(), (2, 64)))

@@ -55,7 +55,7 @@ def test_products(getkey, stack):
 
 
 @pytest.mark.parametrize("stack", ["double", "offsets", "transposed"], indirect=True)
-def test_several(getkey, stack):
+def test_several_indices(getkey, stack):
     dense, x = stack.dequantize(), jr.normal(getkey(), (3, 200))
     chosen = jnp.array([4, 0, 4])
     q, w = eqq.take_layer(stack, chosen), dense[chosen]
@@ -71,7 +71,7 @@ def test_several(getkey, stack):
     close(y, jnp.stack([dense[4], dense[4]]) @ x[0])
 
 
-def test_again(getkey):
+def test_nested_selection(getkey):
     """Experts of a layer."""
     stack = eqq.quantize(weights(getkey(), (3, 4, 16, 64)), "nf4")
     dense, x, chosen = stack.dequantize(), jr.normal(getkey(), (2, 64)), jnp.array([3, -4])
@@ -160,7 +160,7 @@ def test_on_several_devices(getkey):
     close(y, np.asarray(x) @ np.asarray(q.dequantize())[1].T)
 
 
-def test_everything_else(getkey):
+def test_other_operations_are_dense(getkey):
     stack = eqq.quantize(weights(getkey(), (5, 8, 64)), "nf4")
     q, w = eqq.take_layer(stack, 2), stack.dequantize()[2]
     for f in (lambda a: a[3], lambda a: a + 1, jnp.sin, lambda a: a.reshape(-1), lambda a: a.astype("int32"), jnp.sum):

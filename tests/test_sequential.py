@@ -105,8 +105,8 @@ def test_better_than_statistics_of_the_float_model():
     assert error(eqq.quantize_sequentially(model, x, FORMAT, eqq.GPTQ())) < error(at_once)
 
 
-def test_corrections_make_up_for_earlier_errors():
-    """Of the first layer little is left; the second maps that to what the float model computes."""
+def test_corrections_compensate_for_earlier_errors():
+    """The first layer loses most of its weights, and the second compensates for it."""
     model = eqx.nn.MLP(24, 24, 24, 1, activation=jnp.tanh, key=jr.key(0))
     x = jr.normal(jr.key(1), (512, 24))
     rules = {"layers.0.weight": eqq.Int2(24), "*": "int8"}
@@ -115,7 +115,7 @@ def test_corrections_make_up_for_earlier_errors():
     def error(correction):
         done = []
         q = eqq.quantize_sequentially(model, x, rules, eqq.GPTQ(), correction=correction, after_each=done.append)
-        # To continue, the float model says what was wanted.
+        # To continue, the float model is the reference.
         again = eqq.quantize_sequentially(done[0], x, rules, eqq.GPTQ(), correction=correction, float_model=model)
         jax.tree.map(np.testing.assert_array_equal, again, q)
         return float(jnp.mean(jnp.square(jax.vmap(q)(x) - wanted)))
@@ -153,7 +153,7 @@ def test_shared_arrays_convolutions_and_other_methods():
     found = eqq.quantize_sequentially(conv, [images], "int4", eqq.GPTQ())
     expected = eqq.quantize_tree(conv, "int4", method=eqq.GPTQ(collect_stats(conv, [images], gram=True)))
     assert_same(found.weight, expected.weight)
-    # Without a correction, a method that takes no statistics gives what `quantize_tree` gives.
+    # Without correction and statistics, the result equals `quantize_tree`.
     plain = eqq.quantize_sequentially(model, [x], "int4", correction=0)
     assert_same(plain.layers[2].weight, eqq.quantize_tree(model, "int4").layers[2].weight)
 

@@ -1,4 +1,4 @@
-"""Files: what is saved is what is loaded, or an error."""
+"""Files of Equinox: loaded trees equal saved trees, or an error."""
 
 import copy
 import io
@@ -27,7 +27,7 @@ def load(f, like):
 
 
 def reason(error):
-    """What was wrong: Equinox wraps an error in those that say where."""
+    """The innermost error: Equinox wraps it in errors that name the leaf."""
     cause = error.value
     while cause.__cause__ is not None:
         cause = cause.__cause__

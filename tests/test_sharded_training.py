@@ -56,7 +56,7 @@ def steps(model, optim, batch, n=4):
     return model, state, losses, len(traces)
 
 
-def sharded(model, batch):
+def shard_model(model, batch):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
     on = lambda spec: NamedSharding(mesh, spec)
     rules = {**{path: on(spec) for path, spec in SPECS.items()}, "*": on(P())}
@@ -73,7 +73,7 @@ def specs(tree):
 def test_qat(model, batch):
     make = lambda: eqq.float_masters(optax.adamw(3e-3), masters=model)
     _, _, expected, _ = steps(eqq.quantize_tree(model, FORMAT), make(), batch)
-    q, batch = sharded(model, batch)
+    q, batch = shard_model(model, batch)
     trained, state, losses, traces = steps(q, make(), batch)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert traces == 1 and losses[-1] < losses[0]
@@ -85,9 +85,9 @@ def test_qat(model, batch):
     )
 
 
-def test_masters_divided_further(model, batch):
+def test_masters_sharded_over_more_axes(model, batch):
     # As in ZeRO: the masters, and so the moments, are divided by both axes of the mesh.
-    q, batch = sharded(model, batch)
+    q, batch = shard_model(model, batch)
     mesh = q.layers[0].weight.sharding.mesh
     further = NamedSharding(mesh, P("model", "data"))
     masters = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=lambda w: jax.device_put(w, further))
@@ -106,7 +106,7 @@ def test_qlora(model, batch, getkey):
     make = lambda m: optax.masked(optax.adamw(3e-3), eqq.trainable_mask(m))
     alone = eqq.loraify(eqq.quantize_tree(model, FORMAT), 8, key=key)
     _, _, expected, _ = steps(alone, make(alone), batch)
-    q, batch = sharded(model, batch)
+    q, batch = shard_model(model, batch)
     q = eqq.loraify(q, 8, key=key)
     first, second = q.layers
     assert tuple(first.weight.b.sharding.spec) == ("model", None) and first.weight.a.sharding.is_fully_replicated
@@ -122,7 +122,7 @@ def test_qlora(model, batch, getkey):
 def test_eight_bit_moments(model, batch):
     make = lambda: eqq.float_masters(eqq.quantize_state(optax.adam(3e-3)), masters=model)
     _, _, expected, _ = steps(eqq.quantize_tree(model, FORMAT), make(), batch)
-    q, batch = sharded(model, batch)
+    q, batch = shard_model(model, batch)
     _, state, losses, traces = steps(q, make(), batch)
     np.testing.assert_allclose(losses, expected, rtol=1e-3)
     assert traces == 1
@@ -131,8 +131,8 @@ def test_eight_bit_moments(model, batch):
     assert [tuple(m.sharding.spec) for m in moments] == 2 * [("model", None), (None, None)]
 
 
-def test_simulated(model, batch):
-    q, batch = sharded(model, batch)
+def test_fake_quantization(model, batch):
+    q, batch = shard_model(model, batch)
     mesh = q.layers[0].weight.sharding.mesh
     rules = {path: NamedSharding(mesh, spec) for path, spec in SPECS.items()}
     simulated = eqq.quantize_tree(model, FORMAT, simulate=True, shardings=rules)

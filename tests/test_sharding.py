@@ -1,4 +1,4 @@
-"""Where quantized arrays are: specs of logical arrays, what follows for their leaves, and that nothing else changes."""
+"""Shardings of quantized arrays: specs of logical arrays and of their leaves."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 
-from .helpers import assert_close, FORMATS, KINDS, one_in, weights
+from .helpers import assert_close, FORMATS, KINDS, mark_slow, weights
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -29,7 +29,7 @@ def mesh(request):
     return make_mesh(request.param)
 
 
-def specs_of(q):
+def list_specs(q):
     """The spec of every leaf, with `None` for each axis that is not divided."""
     padded = lambda a: (*a.sharding.spec, *[None] * (a.ndim - len(a.sharding.spec)))
     return [padded(leaf) for leaf in jtu.tree_leaves(q)]
@@ -44,7 +44,7 @@ def assert_same_bits(a, b):
 
 
 @pytest.mark.parametrize("spec", [P("model", None), P(None, "model"), P("data", "model"), P(("data", "model")), P()])
-@pytest.mark.parametrize("format", one_in(2, ["nf4", "int8", "int2", "q8_0", "mxfp4"]))
+@pytest.mark.parametrize("format", mark_slow(2, ["nf4", "int8", "int2", "q8_0", "mxfp4"]))
 def test_each_device_quantizes_its_part(getkey, mesh, format, spec):
     w = weights(getkey(), (16, 1024))
     expected = eqq.quantize(w, format)
@@ -52,7 +52,7 @@ def test_each_device_quantizes_its_part(getkey, mesh, format, spec):
     for q in (eqq.quantize(sharded, format), expected.with_sharding(NamedSharding(mesh, spec))):
         assert_same_bits(q, expected)
         assert q.sharding.is_equivalent_to(sharded.sharding, 2)
-        assert specs_of(q)[0] == (*spec, *[None] * (2 - len(spec)))
+        assert list_specs(q)[0] == (*spec, *[None] * (2 - len(spec)))
         np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(expected.dequantize()))
     # Under `jit` the compiler knows.
     traced = jax.jit(lambda w: eqq.quantize(w, format))(sharded)
@@ -61,7 +61,7 @@ def test_each_device_quantizes_its_part(getkey, mesh, format, spec):
 
 
 def test_scales_follow_codes(getkey, mesh):
-    place = lambda format, spec: specs_of(
+    place = lambda format, spec: list_specs(
         eqq.quantize(weights(getkey(), (8, 2048)), format).with_sharding(on(mesh, spec))
     )
     assert place(eqq.NF4(), P("data", "model")) == [("data", "model"), ("data", "model")]
@@ -112,7 +112,7 @@ def test_quantizing_takes_the_memory_of_a_part(getkey):
 # The interface
 
 
-def test_with_sharding_in_its_forms(getkey):
+def test_with_sharding_of_each_kind(getkey):
     mesh = make_mesh()
     q = eqq.quantize(weights(getkey(), (16, 512)), "nf4")
     assert q.sharding is None and not q.is_sharded
@@ -134,11 +134,11 @@ def test_with_sharding_in_its_forms(getkey):
 def test_within_jit_it_is_a_constraint(getkey, mesh):
     q = eqq.quantize(weights(getkey(), (16, 512)), "nf4").with_sharding(on(mesh, P("model")))
     moved = jax.jit(lambda q: q.with_sharding(P(None, "model")))(q)
-    assert specs_of(moved) == [(None, "model")] * 2
+    assert list_specs(moved) == [(None, "model")] * 2
     assert_same_bits(moved, q)
 
 
-def test_delete():
+def test_quantized_arrays_can_be_deleted():
     q = eqq.quantize(jnp.ones((4, 64)), "nf4")
     q.delete()
     assert all(leaf.is_deleted() for leaf in jtu.tree_leaves(q))
@@ -147,7 +147,7 @@ def test_delete():
 # What changes the shape
 
 
-def test_the_spec_stays_right(getkey, mesh):
+def test_the_spec_follows_operations(getkey, mesh):
     w = weights(getkey(), (3, 16, 512))
     q = eqq.quantize(w, "nf4").with_sharding(on(mesh, P(None, "data", "model")))
     assert q.mT.sharding.spec == P(None, "model", "data")
@@ -220,7 +220,7 @@ def test_tree_shardings(getkey):
     assert jtu.tree_structure(static) is not None
 
 
-def test_a_sharded_model_stays_where_it_is(getkey):
+def test_a_sharded_model_keeps_its_sharding(getkey):
     mesh, model = make_mesh(), mlp(getkey())
     where = lambda m: (m.layers[0].weight, m.layers[1].weight)
     placed = jax.device_put(where(model), (on(mesh, P("model")), on(mesh, P(None, "model"))))
@@ -295,7 +295,7 @@ def test_every_format_is_divided(getkey, name):
     q = eqq.quantize(weights(getkey(), (8, 2048)), format)
     for spec in (P("model"), P(None, "data")):
         moved = q.with_sharding(on(mesh, spec))
-        assert specs_of(moved)[0] == (*spec, *[None] * (2 - len(spec)))
+        assert list_specs(moved)[0] == (*spec, *[None] * (2 - len(spec)))
         assert_same_bits(moved, q)
         np.testing.assert_array_equal(np.asarray(moved.dequantize()), np.asarray(q.dequantize()))
     assert dataclasses.replace(moved, logical_sharding=None).sharding == moved.sharding  # from where the codes are
@@ -321,7 +321,7 @@ def test_a_mesh_with_axes_of_both_types(getkey):
             np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(expected.dequantize()))
 
 
-def test_what_is_no_sharding(getkey):
+def test_other_objects_as_shardings_are_an_error(getkey):
     mesh, q = make_mesh(), eqq.quantize(weights(getkey(), (16, 512)), "nf4")
     for wrong in ("model", ("model", None), 42, mesh):
         with pytest.raises(TypeError, match="must be a NamedSharding or a PartitionSpec"):

@@ -37,7 +37,7 @@ def test_value_is_exact_and_gradient_the_identity(name, getkey):
         np.testing.assert_array_equal(np.asarray(jax.vjp(fake, x)[1](dx)[0]), np.asarray(dx))
 
 
-def test_value_where_the_usual_trick_rounds(getkey):
+def test_value_is_exact_where_the_detach_trick_rounds(getkey):
     # x + (q - x) is not q in floating point.
     x = weights(getkey(), (4, 4096))
     q = eqq.quantize(x, "binary").dequantize()
@@ -73,7 +73,7 @@ def test_stochastic(getkey):
     assert jnp.any(expected != eqq.fake_quantize(x, "int4"))
 
 
-def clipped(x, format, **kwargs):
+def find_clipped(x, format, **kwargs):
     """Where the gradient is zero."""
     return np.asarray(jax.grad(lambda x: eqq.fake_quantize(x, format, clip=True, **kwargs).sum())(x)) == 0
 
@@ -82,29 +82,29 @@ def test_clip_of_one_bit_and_of_ternary():
     # The scale is the mean magnitude, 1: levels -1, (0,) 1, and half a step more.
     x = jnp.array([0.1, -0.1, 1.4, -1.4, 1.6, -1.6, 2.1, -2.1, 0.4, -0.4, 0.4, -0.4])
     assert float(jnp.mean(jnp.abs(x))) == pytest.approx(1, abs=1e-6)
-    np.testing.assert_array_equal(clipped(x, "ternary"), np.abs(x) > 1.5)
-    np.testing.assert_array_equal(clipped(x, "binary"), np.abs(x) > 2)
+    np.testing.assert_array_equal(find_clipped(x, "ternary"), np.abs(x) > 1.5)
+    np.testing.assert_array_equal(find_clipped(x, "binary"), np.abs(x) > 2)
 
 
 def test_clip_takes_the_zero_point_into_account():
     x = jnp.array([10.0, 11.0, 12.0, 15.0])  # the range is widened to 0 ... 15, scale 1, zero point 0
-    assert not clipped(x, eqq.Int4(symmetric=False)).any()
+    assert not find_clipped(x, eqq.Int4(symmetric=False)).any()
     x = jnp.array([-1.0, -0.9, 0.2, 1.0])  # without the zero point, negative values would lie outside
-    assert not clipped(x, eqq.Int8(symmetric=False)).any()
+    assert not find_clipped(x, eqq.Int8(symmetric=False)).any()
 
 
 def test_clip_where_scales_are_negative():
     x = jnp.array([-8.0, 1.0, 4.0, 7.9])  # Q4_0: scale 1, levels -8 ... 7
-    np.testing.assert_array_equal(clipped(jnp.tile(x, 8), "q4_0"), np.tile([False, False, False, True], 8))
-    np.testing.assert_array_equal(clipped(jnp.tile(-x, 8), "q4_0"), np.tile([False, False, False, True], 8))
+    np.testing.assert_array_equal(find_clipped(jnp.tile(x, 8), "q4_0"), np.tile([False, False, False, True], 8))
+    np.testing.assert_array_equal(find_clipped(jnp.tile(-x, 8), "q4_0"), np.tile([False, False, False, True], 8))
 
 
 @every_kind
-def test_clip_spares_what_is_inside(name, getkey):
-    # Along any axis; and what is outside is exactly what a value at the end of the range would round to.
+def test_values_in_range_get_a_gradient(name, getkey):
+    # Along any axis. Values out of range equal the rounded end of the range.
     x = weights(getkey(), (70, 4))
     format = FORMATS[name].format
-    outside = clipped(x, format, axis=0)
+    outside = find_clipped(x, format, axis=0)
     error = np.abs(np.asarray(x - eqq.quantize(x, format, axis=0).dequantize()))
     assert outside.mean() < 0.25
     if outside.any():
@@ -113,14 +113,14 @@ def test_clip_spares_what_is_inside(name, getkey):
 
 @pytest.mark.parametrize("format", [eqq.Dynamic8(), eqq.NF4(), eqq.Int8()])
 @pytest.mark.parametrize("largest", [-3.0, 3.0])
-def test_clip_spares_what_the_scale_was_chosen_from(format, largest):
-    assert not clipped(jnp.array([largest, 1.0, 2.0, 0.5]), format).any()
+def test_the_amax_gets_a_gradient(format, largest):
+    assert not find_clipped(jnp.array([largest, 1.0, 2.0, 0.5]), format).any()
 
 
-def test_clip_where_there_is_no_sign():
+def test_unsigned_formats_clip_negative_values():
     x = jnp.array([0.5, 1.0, 0.1, 0.7])
-    assert not clipped(x, eqq.FP8("ue4m4")).any() and not clipped(x, eqq.Dynamic8(signed=False)).any()
-    assert clipped(jnp.array([-0.5, 1.0]), eqq.Dynamic8(signed=False)).tolist() == [True, False]
+    assert not find_clipped(x, eqq.FP8("ue4m4")).any() and not find_clipped(x, eqq.Dynamic8(signed=False)).any()
+    assert find_clipped(jnp.array([-0.5, 1.0]), eqq.Dynamic8(signed=False)).tolist() == [True, False]
 
 
 def test_bad_input():
@@ -258,7 +258,7 @@ def test_stacked_layers_in_a_scan(getkey):
     assert grads.weight.master.shape == (3, 16, 16) and jnp.all(jnp.any(grads.weight.master != 0, axis=(1, 2)))
 
 
-def test_is_not_quantized_twice(getkey):
+def test_a_fake_quantized_model_is_not_quantized_again(getkey):
     simulated = eqq.quantize_tree(mlp(getkey()), "int8", simulate=True)
     with pytest.raises(ValueError, match=r"layers\.0\.weight\.master: simulated: `finalize` first"):
         eqq.quantize_tree(simulated, "int4")
@@ -293,7 +293,7 @@ def test_errors(getkey):
         eqq.finalize(broken)
 
 
-def test_abstract(getkey):
+def test_abstract_arrays(getkey):
     model = eqx.filter_eval_shape(mlp, jr.key(0))
     simulated = eqq.quantize_tree(model, "int8", simulate=True)
     assert simulated.layers[0].weight.master.shape == (40, 20)

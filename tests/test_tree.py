@@ -1,4 +1,4 @@
-"""Whole trees: what is selected, how rules read, and what reports say."""
+"""Whole trees: selection, rules and reports."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def model(getkey):
     return Model(getkey())
 
 
-def quantized(tree):
+def quantize_model(tree):
     """The formats of the quantized leaves, by path."""
     return {leaf.path: leaf.format for leaf in eqq.summary(tree).leaves if leaf.format is not None}
 
@@ -66,7 +66,7 @@ def assert_same_arrays(actual, expected):
 
 def test_default_selection(model):
     q = eqq.quantize_tree(model)
-    assert quantized(q) == dict.fromkeys(WEIGHTS, eqq.NF4())
+    assert quantize_model(q) == dict.fromkeys(WEIGHTS, eqq.NF4())
     assert type(q) is Model and q.act is model.act
     for get in (
         lambda m: m.norm2d.weight,
@@ -88,13 +88,13 @@ def test_default_axes(model):
     assert_same(q.conv.weight, eqq.quantize(model.conv.weight, axis=(1, 2, 3)))
 
 
-def test_a_norm_of_your_own_is_left_alone_and_a_wrapped_weight_is_not(getkey):
+def test_custom_norms_are_left_alone_but_wrapped_weights_are_not(getkey):
     class RMSNorm(eqx.Module):
         gain: jax.Array
 
     wrapped = eqx.nn.WeightNorm(eqx.nn.Linear(8, 8, key=getkey()))
     q = eqq.quantize_tree((RMSNorm(jnp.ones((4, 4))), wrapped))
-    assert quantized(q) == {"1.layer.weight": eqq.NF4()}
+    assert quantize_model(q) == {"1.layer.weight": eqq.NF4()}
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,15 @@ def test_a_norm_of_your_own_is_left_alone_and_a_wrapped_weight_is_not(getkey):
     ],
 )
 def test_rules(model, rules, expected):
-    kinds = {path: type(format).__name__.lower() for path, format in quantized(eqq.quantize_tree(model, rules)).items()}
+    kinds = {
+        path: type(format).__name__.lower() for path, format in quantize_model(eqq.quantize_tree(model, rules)).items()
+    }
     assert kinds == expected
 
 
 def test_a_glob_matches_whole_paths_and_a_regular_expression_is_searched_for(model):
-    assert set(quantized(eqq.quantize_tree(model, {"*": "int8"}))) == WEIGHTS
-    assert set(quantized(eqq.quantize_tree(model, {re.compile("weight$"): "int8"}))) == {
+    assert set(quantize_model(eqq.quantize_tree(model, {"*": "int8"}))) == WEIGHTS
+    assert set(quantize_model(eqq.quantize_tree(model, {re.compile("weight$"): "int8"}))) == {
         *("embedding.weight", "conv.weight", "layers.0.weight", "layers.1.weight")
     }
     with pytest.raises(ValueError, match="pattern"):
@@ -137,19 +139,19 @@ def test_a_glob_matches_whole_paths_and_a_regular_expression_is_searched_for(mod
     ],
 )
 def test_where(model, where, expected):
-    assert set(quantized(eqq.quantize_tree(model, where=where))) == expected
+    assert set(quantize_model(eqq.quantize_tree(model, where=where))) == expected
     assert {leaf.path for leaf in eqq.plan_tree(model, where=where).leaves if leaf.format} == expected
 
 
 def test_where_with_rules(model):
     q = eqq.quantize_tree(model, {"*.bias": None, "layers.*": "int4"}, where=lambda m: (m.layers, m.conv.weight))
-    assert set(quantized(q)) == {"layers.0.weight", "layers.1.weight"}
+    assert set(quantize_model(q)) == {"layers.0.weight", "layers.1.weight"}
 
 
-def test_what_is_quantized_already_is_passed_by(model):
+def test_quantized_leaves_are_left_alone(model):
     q = eqq.quantize_tree(model, "int8", where=lambda m: m.layers[0].weight)
     q = eqq.quantize_tree(q, "nf4")
-    assert quantized(q) == {**dict.fromkeys(WEIGHTS, eqq.NF4()), "layers.0.weight": eqq.Int8()}
+    assert quantize_model(q) == {**dict.fromkeys(WEIGHTS, eqq.NF4()), "layers.0.weight": eqq.Int8()}
 
 
 # The other arguments
@@ -185,7 +187,7 @@ def test_plain_trees(getkey):
     q = eqq.quantize_tree({"block": [{"matrix": w, "bias": np.zeros(8, np.float32)}], "name": "mlp"})
     assert_same(q["block"][0]["matrix"], eqq.quantize(w))
     assert isinstance(q["block"][0]["bias"], np.ndarray) and q["name"] == "mlp"
-    assert list(quantized(q)) == ["block.0.matrix"]
+    assert list(quantize_model(q)) == ["block.0.matrix"]
     assert_same(eqq.quantize_tree(w, "int8"), eqq.quantize(w, "int8"))
     assert eqq.summary(eqq.quantize(w)).leaves[0].path == "the array"
 
@@ -219,17 +221,17 @@ def test_tied_arrays_stay_one(getkey):
     assert type(apart["a"].format) is eqq.Int8 and type(apart["b"]["c"].format) is eqq.NF4
 
 
-def test_nothing_is_half_quantized(getkey):
+def test_an_error_quantizes_nothing(getkey):
     bad = weights(getkey(), (8, 8)).at[3, 4].set(jnp.nan)
     tree = {"a": weights(getkey(), (8, 8)), "z": [bad]}
     before = dict(tree)
     with pytest.raises(ValueError, match=r"z\.0 must be finite"):
         eqq.quantize_tree(tree)
     assert tree["a"] is before["a"] and tree["z"][0] is bad
-    assert set(quantized(eqq.quantize_tree(tree, {"z.*": None, "*": "nf4"}))) == {"a"}
+    assert set(quantize_model(eqq.quantize_tree(tree, {"z.*": None, "*": "nf4"}))) == {"a"}
 
 
-# There and back, and what is counted
+# Dequantizing and counting
 
 
 def test_dequantize_tree(model):
@@ -257,7 +259,7 @@ def test_counts(model):
 
 
 @pytest.mark.parametrize("format", ["nf4", {"layers.*": "int4", "*": "mxfp8"}, eqq.NF4(double_quant=True)])
-def test_plan_is_what_happens(model, format):
+def test_the_plan_equals_the_result(model, format):
     plan = eqq.plan_tree(model, format)
     done = eqq.summary(eqq.quantize_tree(model, format))
     shown = lambda report: [(*leaf[:5], leaf.nbytes, leaf.dense_nbytes) for leaf in report.leaves]
@@ -301,7 +303,7 @@ def test_a_report_has_one_headline_and_says_whether_it_is_a_plan():
     assert str(plan).splitlines()[:2] == ["A plan, nothing is quantized yet:", headline]
     assert plan.planned and not done.planned
     assert str(eqq.summary(tree)).startswith("2.58 MB, nothing is quantized")
-    # What `plan_bits` counts and what the whole tree takes are both said.
+    # The report has the bits that `plan_bits` counts, and the bits of the whole tree.
     assert "4.500 bits per weight in the quantized arrays" in str(done) and f"{done.bits:.3f} over all" in str(done)
     assert done.quantized_bits == 4.5 < done.bits
 
@@ -367,7 +369,7 @@ def test_every_leaf_has_a_path_of_its_own(getkey):
     assert q["a.b"].format == eqq.Int4() and q["a"]["b"].format == q["c"].format == eqq.Int8()
 
 
-def test_masters_of_leaves_whose_names_are_alike(getkey):
+def test_masters_of_leaves_with_similar_names(getkey):
     tree = {"a.b": weights(getkey(), (8, 64)), "a": {"b": weights(getkey(), (8, 64))}}
     state = eqq.float_masters(optax.sgd(0.1), masters=tree).init(eqq.quantize_tree(tree, "int8"))
     assert_same_arrays(state.masters, tree)
@@ -376,7 +378,7 @@ def test_masters_of_leaves_whose_names_are_alike(getkey):
 # Ties
 
 
-def test_ties_survive_the_way_back_and_factors(getkey):
+def test_shared_arrays_survive_dequantizing_and_factors(getkey):
     w = weights(getkey(), (16, 64))
     q = eqq.quantize_tree({"a": w, "b": [w], "c": w + 1})
     dense = eqq.dequantize_tree(q)

@@ -24,7 +24,7 @@ def reasons(tree, format="nf4", **kwargs):
     return {leaf.path: leaf.reason for leaf in eqq.plan_tree(tree, format, **kwargs).leaves}
 
 
-def quantized(tree, format="nf4", **kwargs):
+def list_quantized(tree, format="nf4", **kwargs):
     return {leaf.path for leaf in eqq.plan_tree(tree, format, **kwargs).leaves if leaf.format is not None}
 
 
@@ -49,7 +49,7 @@ def test_no_leaf_grows(format, dtype):
     tree = {f"w{n}": jnp.ones((16, n), dtype) for n in lengths}
     for leaf in eqq.plan_tree(tree, format).leaves:
         assert leaf.nbytes < leaf.dense_nbytes if leaf.format is not None else leaf.nbytes == leaf.dense_nbytes
-    assert {f"w{n}" for n in lengths[-5:]} <= quantized(tree, format)
+    assert {f"w{n}" for n in lengths[-5:]} <= list_quantized(tree, format)
 
 
 def test_the_plan_says_what_a_leaf_would_take():
@@ -59,17 +59,17 @@ def test_the_plan_says_what_a_leaf_would_take():
 
 def test_the_whole_kernel_of_a_convolution_shares_a_scale():
     convs = {n: eqx.nn.Conv2d(8, 8, n, groups=8, key=jr.key(n)) for n in (2, 3)}  # depthwise: 4 and 9 values
-    assert quantized(convs) == {"3.weight"}
+    assert list_quantized(convs) == {"3.weight"}
 
 
-def test_where_takes_small_leaves_too():
+def test_where_selects_small_leaves_too():
     tree = {"small": jnp.ones((64, 2)), "large": jnp.ones((64, 64))}
     q = eqq.quantize_tree(tree, "int8", where=lambda t: t["small"])
     assert eqq.is_quantized(q["small"]) and not eqq.is_quantized(q["large"])
-    assert quantized({"node": tree}, where=lambda t: t["node"]) == {"node.large"}
+    assert list_quantized({"node": tree}, where=lambda t: t["node"]) == {"node.large"}
 
 
-def test_a_tree_of_small_leaves_stays_as_it_is():
+def test_a_tree_of_small_leaves_is_not_quantized():
     tree = {"w": jnp.ones((64, 2), jnp.bfloat16)}
     with pytest.warns(UserWarning, match=r"Nothing is quantized.*w: too few values share a scale: 2.*`where=`"):
         assert eqq.quantize_tree(tree, "nf4")["w"] is tree["w"]
@@ -77,7 +77,7 @@ def test_a_tree_of_small_leaves_stays_as_it_is():
 
 def test_ensembles_of_scalars():
     model = eqx.filter_vmap(lambda k: eqx.nn.MLP(1, 1, 64, 1, key=k))(jr.split(jr.key(0), 8))
-    assert quantized(model) == {"layers.1.weight"}
+    assert list_quantized(model) == {"layers.1.weight"}
 
 
 # State
@@ -99,11 +99,11 @@ class Cached(eqx.Module):
 @pytest.mark.parametrize("format", ["nf4", {"*": "nf4"}])
 def test_states_of_equinox(format):
     model = Cached(jr.key(0))
-    assert quantized(model, format) == {"linear.weight"}
+    assert list_quantized(model, format) == {"linear.weight"}
     q = eqq.quantize_tree(model, format)
     y, state = q(jnp.ones(64), 3, eqx.nn.State(q))
     np.testing.assert_allclose(y, q.linear(jnp.ones(64)), rtol=1e-6)
-    assert quantized((model, state), format) == {"0.linear.weight"}
+    assert list_quantized((model, state), format) == {"0.linear.weight"}
 
 
 def test_states_of_optimizers_and_caches():
@@ -113,7 +113,7 @@ def test_states_of_optimizers_and_caches():
         keys: jax.Array
 
     tree = {"params": params, "optim": optax.adam(1e-3).init(params), "cache": KVCache(jnp.ones((16, 64)))}
-    assert quantized(tree) == {"params.w"}
+    assert list_quantized(tree) == {"params.w"}
     assert reasons(tree)["optim.0.mu.w"] == "state, in a `ScaleByAdamState`"
 
 
@@ -140,9 +140,9 @@ NAMES = [(name, role) for role, names in BY_NAME.items() for name in names.split
 
 
 @pytest.mark.parametrize("name, role", NAMES)
-def test_what_no_product_uses_stays_in_float(name, role):
+def test_arrays_without_products_stay_in_float(name, role):
     tree = {"model": {name: jnp.ones((64, 64)), "w": jnp.ones((64, 64))}}
-    assert quantized(tree) == quantized(tree, {"model.*": "int8"}) == {"model.w"}
+    assert list_quantized(tree) == list_quantized(tree, {"model.*": "int8"}) == {"model.w"}
     assert reasons(tree)[f"model.{name}"] == f"{role}, by its name"
     assert reasons({"model": {name: [jnp.ones((64, 64))], "w": jnp.ones((64, 64))}})[f"model.{name}.0"].startswith(role)
     summary = {leaf.path: leaf.reason for leaf in eqq.summary(eqq.quantize_tree(tree)).leaves}
@@ -151,13 +151,13 @@ def test_what_no_product_uses_stays_in_float(name, role):
 
 @pytest.mark.parametrize("name", WEIGHTS.split())
 def test_names_of_weights(name):
-    assert quantized({name: jnp.ones((64, 64))}) == {name}
+    assert list_quantized({name: jnp.ones((64, 64))}) == {name}
 
 
 def test_layers_with_such_names_hold_weights():
-    """A name is that of an array. An embedding is looked up, whatever it embeds."""
+    """The name of the array counts. An embedding is looked up, whatever it embeds."""
     layers = {"pos_embed": eqx.nn.Embedding(32, 64, key=jr.key(0)), "delta": eqx.nn.Linear(64, 64, key=jr.key(1))}
-    assert quantized(layers) == {"pos_embed.weight", "delta.weight"}
+    assert list_quantized(layers) == {"pos_embed.weight", "delta.weight"}
 
 
 def test_factors_of_other_libraries():
@@ -169,7 +169,7 @@ def test_factors_of_other_libraries():
     linear = lambda n: eqx.nn.Linear(64, 64, use_bias=False, key=jr.key(n))
     tree = {"q": LoraArray(*jnp.ones((3, 64, 64))), "peft": {"lora_A": linear(0), "base": linear(1)}}
     tree["levanter"] = {"wrapped": linear(2), "lora": {"lora_A": linear(3), "lora_B": linear(4)}}
-    assert quantized(tree) == {"q._w", "peft.base.weight", "levanter.wrapped.weight"}
+    assert list_quantized(tree) == {"q._w", "peft.base.weight", "levanter.wrapped.weight"}
 
 
 class Mixed(eqx.Module):
@@ -194,21 +194,21 @@ class Mixed(eqx.Module):
         (lambda path, x: "nf4", {"A_log", "pos_embed", "blocks.0.gamma", "blocks.1.gamma"}),
     ],
 )
-def test_a_rule_of_its_own_takes_it(rules, taken):
+def test_a_rule_overrides_the_role_of_a_name(rules, taken):
     model = Mixed(jr.key(0))
     both = {"blocks.0.linear.weight", "blocks.1.linear.weight"}
-    assert quantized(model, rules) == taken | both
+    assert list_quantized(model, rules) == taken | both
     q = eqq.quantize_tree(model, rules)
     assert {leaf.path for leaf in eqq.summary(q).leaves if leaf.format is not None} == taken | both
 
 
-def test_where_takes_it():
+def test_where_overrides_the_role_of_a_name():
     model = Mixed(jr.key(0))
-    assert quantized(model, where=lambda m: m.A_log) == {"A_log"}
-    assert quantized(model, where=lambda m: m.blocks[0]) == {"blocks.0.linear.weight"}
+    assert list_quantized(model, where=lambda m: m.A_log) == {"A_log"}
+    assert list_quantized(model, where=lambda m: m.blocks[0]) == {"blocks.0.linear.weight"}
 
 
-def test_a_rule_does_not_quantize_activations_of_what_is_added():
+def test_added_weights_get_no_activations():
     model = {"pos_embed": jnp.ones((16, 64)), "w": jnp.ones((64, 64))}
     q = eqq.quantize_tree(model, {"pos_embed": "int8", "*": "int8"}, activations="int8")
     assert eqq.is_quantized(q["pos_embed"]) and isinstance(q["w"], eqq.arrays.ActivationQuantizedArray)
@@ -233,9 +233,9 @@ def test_an_observed_product_overrules_a_name():
         eqq.quantize_tree(model, "int8")
     stats = collect_stats(model, [weights(jr.key(1), (32, 64))], gram=True)
     for kwargs in (dict(method=eqq.GPTQ(stats)), dict(method=eqq.MSE(stats)), dict(activations=stats)):
-        assert quantized(model, "int8", **kwargs) == quantized(model, {"*": "int8"}, **kwargs) == {"delta"}
+        assert list_quantized(model, "int8", **kwargs) == list_quantized(model, {"*": "int8"}, **kwargs) == {"delta"}
     rules = {"*": eqq.QuantConfig("int8", eqq.GPTQ(stats))}
-    assert quantized(model, rules) == {"delta"}
+    assert list_quantized(model, rules) == {"delta"}
     assert isinstance(eqq.quantize_tree(model, "int8", activations=stats).delta, eqq.arrays.ActivationQuantizedArray)
 
 
@@ -262,7 +262,7 @@ def images():
     return [jr.normal(jr.key(n), (32, 3, 16, 16)) for n in range(2)]
 
 
-def axes_of(q):
+def list_axes(q):
     return {leaf.path: leaf.axis for leaf in eqq.summary(q).leaves if leaf.format is not None}
 
 
@@ -278,13 +278,13 @@ def test_axes_come_from_statistics(name):
         q = eqq.quantize_tree(model, {"*": eqq.QuantConfig("int4", eqq.GPTQ(stats))})
     else:
         q = eqq.quantize_tree(model, "int4", method=getattr(eqq, name)(stats))
-    assert axes_of(q) == AXES
+    assert list_axes(q) == AXES
 
 
 def test_a_rule_says_the_axis():
     model = BothOrders()
     rules = {"proj": eqq.QuantConfig("nf4", axis=-2), "*": "nf4"}
-    assert axes_of(eqq.quantize_tree(model, rules)) == AXES
+    assert list_axes(eqq.quantize_tree(model, rules)) == AXES
     assert {leaf.path: leaf.axis for leaf in eqq.plan_tree(model, rules).leaves if leaf.format} == AXES
     # A rule before the whole call, for which all axes of a convolution may be asked too.
     rules = {
@@ -292,7 +292,7 @@ def test_a_rule_says_the_axis():
         "linear.*": eqq.QuantConfig("int8", axis=-1),
         "*": "int8",
     }
-    assert axes_of(eqq.quantize_tree(model, rules, axis=-2)) == AXES
+    assert list_axes(eqq.quantize_tree(model, rules, axis=-2)) == AXES
     assert eqq.QuantConfig("nf4", axis=-2) != eqq.QuantConfig("nf4") and "along -2" in repr(
         eqq.QuantConfig("nf4", axis=-2)
     )
@@ -310,7 +310,7 @@ def test_smooth_finds_both_orders():
         np.testing.assert_allclose(jax.vmap(smoothed)(images()[0]), wanted, atol=1e-4 * float(jnp.abs(wanted).max()))
 
 
-def test_errors_about_axes_do_not_lead_in_a_circle():
+def test_suggested_axes_are_accepted():
     model = BothOrders()
     stats = collect_stats(model, images(), gram=True)
     words = r"Got blocks along axis -1 of proj, whose inputs lie along axis -2. Leave `axis` out"
@@ -318,7 +318,7 @@ def test_errors_about_axes_do_not_lead_in_a_circle():
         eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats), axis=-1)
     with pytest.raises(ValueError, match=r"different axes of linear.weight.*eqq.QuantConfig\("):
         eqq.quantize_tree(model, "int4", axis=(-3, -2, -1))
-    assert axes_of(eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats))) == AXES  # as the message says
+    assert list_axes(eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats))) == AXES  # as the message says
 
 
 # Weights without inputs
@@ -378,7 +378,7 @@ def test_a_weight_without_inputs_gets_the_inner_method(make, inner):
         assert all(plan[path].endswith(f"by {type(inner).__name__}") for path in ("table", "rows", "words.weight"))
 
 
-def test_the_rule_of_the_message_stops_it():
+def test_the_suggested_rule_leaves_weights_in_float():
     model = Added()
     stats = collect_stats(model, tokens(), gram=True)
     q = eqq.quantize_tree(model, {"table": None, "rows": None, "spare": None, "*": "int4"}, method=eqq.GPTQ(stats))
@@ -386,7 +386,7 @@ def test_the_rule_of_the_message_stops_it():
 
 
 @pytest.mark.parametrize("method", [eqq.GPTQ(), eqq.GPTQ(method=eqq.MSE()), eqq.MSE(), eqq.LearnedRounding()])
-def test_sequentially_too(method):
+def test_quantize_sequentially_warns_too(method):
     model = Added()
     with pytest.warns(UserWarning, match=UNUSED):
         q = eqq.quantize_sequentially(model, tokens(), "int4", method)
@@ -395,7 +395,7 @@ def test_sequentially_too(method):
     assert not eqx.tree_equal(q.linear, wanted.linear)
 
 
-def test_smooth_leaves_it_alone():
+def test_smooth_leaves_unused_weights_alone():
     model = Added()
     stats = collect_stats(model, tokens(), gram=True)
     for method in (eqq.transforms.SmoothQuant(stats), eqq.transforms.AWQ(stats)):
@@ -451,6 +451,6 @@ def test_statistics_of_activations_are_one_error():
         eqq.quantize_activations(eqq.quantize_tree(model, "int8"), stats)
 
 
-def test_no_rule_if_all_leaves_are_concerned():
+def test_no_rule_is_suggested_if_all_leaves_have_errors():
     with pytest.raises(ValueError, match=r"Got none for layers.0.v, none for layers.0.w.*Pass what.*returns\.$"):
         eqq.quantize_tree(many(), "int4", method=eqq.GPTQ())

@@ -52,7 +52,7 @@ class NamedArray:
         return cls(children[0], aux)
 
 
-def named(*axes):
+def make_named(*axes):
     return NamedArray(normal(*(axis.size for axis in axes)), axes)
 
 
@@ -92,12 +92,12 @@ LAYER, EMBED, UP, HEADS, SIZE, VOCAB = (
 @pytest.fixture
 def haliax_model():
     stacked = Block(
-        up=Linear(named(LAYER, EMBED, UP), named(LAYER, UP), EMBED, UP),
-        attention=Linear(named(LAYER, EMBED, HEADS, SIZE), None, (HEADS, SIZE), EMBED),
-        norm_1=LayerNorm(named(LAYER, EMBED), named(LAYER, EMBED)),
+        up=Linear(make_named(LAYER, EMBED, UP), make_named(LAYER, UP), EMBED, UP),
+        attention=Linear(make_named(LAYER, EMBED, HEADS, SIZE), None, (HEADS, SIZE), EMBED),
+        norm_1=LayerNorm(make_named(LAYER, EMBED), make_named(LAYER, EMBED)),
     )
-    embeddings = Embedding(named(VOCAB, EMBED), VOCAB, EMBED)
-    return {"embeddings": embeddings, "blocks": Stacked(stacked), "free": named(EMBED, UP)}
+    embeddings = Embedding(make_named(VOCAB, EMBED), VOCAB, EMBED)
+    return {"embeddings": embeddings, "blocks": Stacked(stacked), "free": make_named(EMBED, UP)}
 
 
 def test_haliax(haliax_model):
@@ -157,13 +157,13 @@ def test_quantized_named_arrays(haliax_model):
     ],
 )
 def test_norms_by_name(path, shape):
-    tree = {"w": normal(4, 8), **nested(path, normal(*shape))}
+    tree = {"w": normal(4, 8), **nest(path, normal(*shape))}
     assert plan(tree)[path] == NORM
 
 
 @pytest.mark.parametrize("path", ["Dense_0.bias", "b.bias.value", "cell.bias_ih", "biases.0", "out.attention_bias"])
 def test_biases_by_name(path):
-    assert plan({"w": normal(4, 8), **nested(path, normal(3, 8))})[path] == BIAS
+    assert plan({"w": normal(4, 8), **nest(path, normal(3, 8))})[path] == BIAS
 
 
 @pytest.mark.parametrize(
@@ -181,17 +181,17 @@ def test_biases_by_name(path):
         "value",
     ],
 )
-def test_weights_whose_names_are_near(path):
-    assert plan({"w": normal(4, 8), **nested(path, normal(16, 8))})[path] in (-1, -2)
+def test_weights_with_names_like_norms(path):
+    assert plan({"w": normal(4, 8), **nest(path, normal(16, 8))})[path] in (-1, -2)
 
 
-def nested(path, leaf):
+def nest(path, leaf):
     for key in reversed(path.split(".")):
         leaf = {key: leaf}
     return leaf
 
 
-def test_a_module_around_a_norm_is_no_norm():
+def test_a_module_that_holds_a_norm_is_not_a_norm():
     class PreNorm(eqx.Module):
         norm: eqx.nn.LayerNorm
         linear: eqx.nn.Linear

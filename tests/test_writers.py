@@ -1,4 +1,4 @@
-"""Files for other libraries: what is written equals what is read again, bit for bit, and what does not fit is refused.
+"""Files for other libraries: written arrays are read back bit for bit, or refused.
 
 `tests/real_readers/` lets those libraries read them.
 """
@@ -110,7 +110,7 @@ CASES = [
 
 @pytest.mark.parametrize("dialect, format, shape", CASES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_what_is_written_is_read(tmp_path, dialect, format, shape, dtype):
+def test_written_files_are_read_back(tmp_path, dialect, format, shape, dtype):
     q = eqq.quantize(weight(*shape, dtype=dtype), format)
     x = weight(3, 5, dtype=dtype)
     checkpoint = write(tmp_path, {"l.weight": q, "norm.weight": x}, dialect)
@@ -182,7 +182,7 @@ def test_a_model_under_other_names(tmp_path):
 
 
 class Lazy(dict):
-    """Counts what is alive of what was read."""
+    """Counts the arrays that were read and are still alive."""
 
     def __init__(self, shape):
         super().__init__({f"{n}.weight": n for n in range(6)})
@@ -201,7 +201,7 @@ def test_each_array_is_read_twice_and_dropped(tmp_path, dialect):
     np.testing.assert_array_equal(checkpoint["5.weight"].dequantize(), np.full((64, 128), 5))
 
 
-def test_arrays_as_they_come(tmp_path):
+def test_strided_and_big_endian_arrays(tmp_path):
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     arrays = {
         "transposed": x.T,
@@ -243,7 +243,7 @@ def test_types_of_gguf(tmp_path):
     checkpoint = write(tmp_path, arrays, "gguf", types={"a.*": "TQ1_0"})
     assert [row.stored_as for row in checkpoint.rows] == ["TQ1_0", "Q4_0"]
     assert_same(checkpoint["a.w"], arrays["a.w"])
-    # From one file of GGUF to another types stay, but for those that are quantized again.
+    # Between GGUF files types stay, except of arrays that are quantized again.
     for format, stored in (
         (None, "TQ1_0"),
         ({"b.*": "q8_0", "*": None}, "TQ1_0"),
@@ -348,7 +348,7 @@ def test_other_errors_of_gguf(tmp_path):
 # config.json
 
 
-def test_what_config_json_says(tmp_path):
+def test_contents_of_config_json(tmp_path):
     config = {"model_type": "llama", "quantization_config": {"old": 1}}
     w = weight(32, 64)
     arrays = {"a.weight": eqq.quantize(w, "int4"), "norm.weight": w[0]}
@@ -416,7 +416,7 @@ def test_an_array_that_does_not_fit(tmp_path, dialect, format, shape, kwargs):
 @pytest.mark.parametrize(
     "dialect, format", [("gguf", "q4_0"), ("bitsandbytes", "nf4"), ("compressed-tensors", "mxfp4"), ("gptq", "int4")]
 )
-def test_a_scale_that_is_no_number(tmp_path, dialect, format):
+def test_nan_scales_are_an_error(tmp_path, dialect, format):
     q = eqq.quantize(weight(32, 64), format)
     q = eqx.tree_at(lambda q: q.scale_bits, q, jnp.full_like(q.scale_bits, -1))  # all bits set
     with pytest.raises(ValueError, match="all its scales must be finite"):
@@ -452,7 +452,7 @@ def test_hostile_arguments(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_where_it_writes(tmp_path):
+def test_invalid_output_paths(tmp_path):
     arrays = {"a": jnp.ones(3)}
     with pytest.raises(ValueError, match="`path` must be a folder"):
         eqq.io.write(tmp_path / "x.safetensors", arrays, "gptq")

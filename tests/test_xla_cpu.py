@@ -10,7 +10,7 @@ from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import xla_cpu
 
-from .helpers import FORMATS, KINDS, one_in, relative_error, SWEPT_FORMATS, weights
+from .helpers import FORMATS, KINDS, mark_slow, relative_error, SWEPT_FORMATS, weights
 
 
 N, K = 40, 1100  # two segments or more of each packing, and a rest
@@ -42,7 +42,7 @@ def test_every_format(getkey, monkeypatch, name, steps, transpose):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("k", one_in(2, [1, 64, 129, 63, 600, 128]))
+@pytest.mark.parametrize("k", mark_slow(2, [1, 64, 129, 63, 600, 128]))
 @pytest.mark.parametrize("format", [eqq.Int4(block_size=48), eqq.Int2(block_size=20), eqq.Int8(block_size=96), "int2"])
 def test_blocks_and_lengths(getkey, format, k, transpose):
     q = eqq.quantize(weights(getkey(), (5, k)), format)
@@ -51,7 +51,7 @@ def test_blocks_and_lengths(getkey, format, k, transpose):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("name", one_in(2, KINDS))
+@pytest.mark.parametrize("name", mark_slow(2, KINDS))
 @pytest.mark.parametrize(
     "xdtype, wdtype, tol", [("bfloat16", "bfloat16", 6e-3), ("float16", "float16", 1e-3), ("float32", "bfloat16", 1e-6)]
 )

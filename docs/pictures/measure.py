@@ -37,7 +37,7 @@ def loss(model: minilm.Encoder, batch: Any) -> jax.Array:
 
 def sensitivities(model: minilm.Encoder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The effect of each weight on the similarities of sentences, in each format, and the plan that follows from it."""
-    sentences = sentences_and_scores.evenly_spaced(sentences_and_scores.english_sentences()[0::2], 32)
+    sentences = sentences_and_scores.select_evenly(sentences_and_scores.english_sentences()[0::2], 32)
     ids, mask = minilm.tokenize(sentences, 32)
     embeddings = minilm.embed(model, ids, mask)
     report = eqq.analysis.sensitivity(model, loss, (ids, mask, embeddings @ embeddings.T), FORMATS)

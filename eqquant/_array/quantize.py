@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
-from .._errors import FORMAT_KEYWORDS, teach_keywords
+from .._errors import FORMAT_KEYWORDS, suggest_keywords
 from .._formats.base import AbstractFormat, as_format, check_codes
 from .._mesh import explicit_mesh, full_spec, in_auto_mode, on_device
 from .._methods import AbsMax, AbstractMethod, EncodedRows
@@ -40,7 +40,7 @@ from .value import AbstractArrayValue
 _CHUNK_SIZE = 2**19
 
 
-@teach_keywords(
+@suggest_keywords(
     **FORMAT_KEYWORDS,
     dim="It is called `axis`.",
 )

@@ -17,7 +17,7 @@ import quax
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .. import _compat
-from .._errors import a_type
+from .._errors import name_type
 from .._export import register_export
 from .contraction import AbstractOperand, matmul_with
 
@@ -125,11 +125,11 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     def materialise(self) -> Array:
         """For Quax: the dense array, for operations without a rule. Warns if an effect is lost."""
         if lost := _find_lost_effect(self):
-            line, operation = _compat.current_line(), _compat.operation_of_quax()
+            line, operation = _compat.current_line(), _compat.find_quax_operation()
             by = "An operation" if operation is None else f"`{operation}`"
             at = "" if line is None else f", at {line.file}:{line.number} in {line.function},"
             warnings.warn(
-                f"{by}{at} gets the dense weight of {a_type(self)} of shape {self.shape}, so {lost}. Apply the "
+                f"{by}{at} gets the dense weight of {name_type(self)} of shape {self.shape}, so {lost}. Apply the "
                 "operation to activations, or write the product as `w @ x`.",
                 stacklevel=2,
             )
@@ -139,7 +139,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         """For JAX: the dense array, which its functions see. Warns if an effect is lost."""
         if lost := _find_lost_effect(self):
             warnings.warn(
-                f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so {lost}. Write "
+                f"A function of JAX gets the dense weight of {name_type(self)} of shape {self.shape}, so {lost}. Write "
                 "`w @ x`, or call the function through `eqq.quaxify`, which multiplies codes in `jnp.matmul`, "
                 "`jnp.einsum` and convolutions.",
                 stacklevel=2,

@@ -11,7 +11,7 @@ from .._array.value import AbstractArrayValue
 from .._types import PyTree
 
 
-_compat.let_quax_take_custom_vjp()
+_compat.support_custom_vjp_in_quax()
 
 
 @quax.register(_compat.remat_p)
@@ -23,7 +23,7 @@ def _checkpoint(
 
     def call_on_leaves(*leaves: ArrayLike) -> list[ArrayLike]:
         nonlocal out_tree
-        out = quax.quaxify(_compat.function_of(jaxpr))(*jtu.tree_unflatten(tree, leaves))
+        out = quax.quaxify(_compat.make_function(jaxpr))(*jtu.tree_unflatten(tree, leaves))
         flat, out_tree = jtu.tree_flatten(out)
         return flat
 

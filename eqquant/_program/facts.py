@@ -1,4 +1,4 @@
-"""What is known of the values of a traced program: which are views of a weight, and which depend on the data."""
+"""Facts about the values of a traced program: a view of a weight, or a dependence on data."""
 
 import abc
 from collections.abc import Sequence
@@ -9,79 +9,83 @@ from jaxtyping import Array
 
 from .. import _compat
 from .products import Product
-from .views import Joined, View
+from .views import Concatenated, View
 
 
 class Data:
-    """Known of a value that depends on the data."""
+    """The fact that a value depends on the data."""
 
 
 class Parameter:
-    """Known of a value that depends on parameters of the model alone, and is a view of no weight."""
+    """The fact that a value depends on parameters alone, and is not a view of a weight."""
 
 
-Fact: TypeAlias = View | Joined | type[Data] | type[Parameter]
+Fact: TypeAlias = View | Concatenated | type[Data] | type[Parameter]
 
 
-class SeenUse(NamedTuple):
+class UseSite(NamedTuple):
     """One use of a weight.
 
     - `weight`: the number of the weight.
     - `kind`: the name of the primitive; `"lookup"` for a selection of entries.
     - `with_data`: whether other operands depend on the data.
     - `equation`: the operation.
-    - `around`: the calls and loops that it stands in, from the outermost.
+    - `enclosing`: the calls and loops around the operation, outermost first.
     """
 
     weight: int
     kind: str
     with_data: bool
     equation: JaxprEqn
-    around: tuple[JaxprEqn, ...] = ()
+    enclosing: tuple[JaxprEqn, ...] = ()
 
     @property
     def line(self) -> str:
-        """Where the operation stands in the user's code; "" if unknown. Inside a `jit` JAX knows the call alone."""
-        lines = map(_compat.line_of_equation, (self.equation, *reversed(self.around)))
+        """The line of user code, as `file:line`; "" if unknown.
+
+        Inside a `jit` JAX knows only the line of the call.
+        """
+        lines = map(_compat.find_line, (self.equation, *reversed(self.enclosing)))
         return next((f"{line.file}:{line.number}" for line in lines if line is not None), "")
 
 
 class AbstractFollower(abc.ABC):
-    """Gets every use of weights that a program makes, while it runs."""
+    """A visitor of every use of a weight in a program, called while the program runs."""
 
     @abc.abstractmethod
-    def multiply(self, product: Product, use: SeenUse) -> Array:
-        """Returns the other operand of a product of floats, `product.x`, before it is multiplied."""
+    def multiply(self, product: Product, use: UseSite) -> Array:
+        """Visits a product of floats, and returns its other operand, usually `product.x`."""
 
     @abc.abstractmethod
-    def use(self, use: SeenUse) -> None:
-        """Gets a use that is no product."""
+    def use(self, use: UseSite) -> None:
+        """Visits a use that is not a product."""
 
 
 Result: TypeAlias = tuple[list[Array], list[Fact]]
 
 
 class AbstractRun(abc.ABC):
-    """A run of a program, as the rules of its operations see it."""
+    """An interpreter of a program: the interface that the rules of operations call."""
 
     @abc.abstractmethod
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Array], facts: Sequence[Fact]) -> Result:
-        """Returns the results of a program, and what is known of each."""
+        """Returns the results of a program, and the fact about each."""
 
     @abc.abstractmethod
-    def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, besides: View | None = None) -> None:
-        """Tells the follower that an operation uses weights in another way than as a product."""
+    def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, excluding: View | None = None) -> None:
+        """Reports each weight among the operands to the follower, as a use that is not a product."""
 
 
-def views_of(fact: Fact) -> list[View]:
+def find_views(fact: Fact) -> list[View]:
+    """Returns the views of weights that a fact holds; several if it is a concatenation."""
     if isinstance(fact, View):
         return [fact]
-    return [part for part, _ in fact.parts if part is not None] if isinstance(fact, Joined) else []
+    return [part for part, _ in fact.parts if part is not None] if isinstance(fact, Concatenated) else []
 
 
-def plain_fact(facts: Sequence[Fact]) -> type[Data] | type[Parameter]:
-    """Returns what is known of a result that is a view of no weight."""
-    depends = lambda fact: fact is Data or any(view.looked_up for view in views_of(fact))
+def combine_facts(facts: Sequence[Fact]) -> type[Data] | type[Parameter]:
+    """Returns the fact about a result that is not a view of a weight, from its operands."""
+    depends = lambda fact: fact is Data or any(view.looked_up for view in find_views(fact))
     return Data if any(map(depends, facts)) else Parameter
 
 

@@ -1,7 +1,7 @@
-"""Runs a traced program and follows weights through it, to every use of a weight: products, lookups, sums.
+"""Runs a traced program and follows its weights to each use: products, lookups, sums.
 
 A program may multiply by a transposed, reshaped, masked or selected part of a weight, in a loop over layers, or behind
-`jax.checkpoint`. The program itself runs as it was traced: no array in it stands for another.
+`jax.checkpoint`. The program runs as it was traced: no array is replaced.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,21 @@ from jaxtyping import Array
 
 from .. import _compat
 from . import views
-from .facts import AbstractFollower, AbstractRun, bind, Data, Fact, Parameter, plain_fact, Result, SeenUse, views_of
+from .facts import (
+    AbstractFollower,
+    AbstractRun,
+    bind,
+    combine_facts,
+    Data,
+    Fact,
+    find_views,
+    Parameter,
+    Result,
+    UseSite,
+)
 from .loops import run_call, run_cond, run_scan, run_while
 from .products import arrange, Product
-from .views import Joined, View
+from .views import Concatenated, View
 
 
 def follow(
@@ -26,12 +37,12 @@ def follow(
     shapes: Sequence[tuple[int, ...]],
     follower: AbstractFollower,
 ) -> list[Array]:
-    """Runs a program and tells `follower` how it uses weights.
+    """Runs a program, and reports each use of a weight to `follower`.
 
     **Arguments:**
 
     - `program`: as `jax.make_jaxpr` returns it.
-    - `inputs`, `facts`: its arguments, and what is known of each.
+    - `inputs`, `facts`: its arguments, and a fact about each.
     - `shapes`: the shapes of the weights.
 
     **Returns:**
@@ -46,72 +57,74 @@ def follow(
 class _Run(AbstractRun):
     def __init__(self, shapes: Sequence[tuple[int, ...]], follower: AbstractFollower) -> None:
         self.shapes, self.follower = shapes, follower
-        self.around: tuple[JaxprEqn, ...] = ()
+        self.enclosing: tuple[JaxprEqn, ...] = ()
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Array], facts: Sequence[Fact]) -> tuple[list[Array], list[Fact]]:
-        """Returns the results of a program, and what is known of each."""
+        """Returns the results of a program, and the fact about each."""
         variables = [*jaxpr.constvars, *jaxpr.invars]
         values: dict[Var, Array] = dict(zip(variables, inputs, strict=True))
         known: dict[Var, Fact] = dict(zip(variables, facts, strict=True))
         value = lambda atom: jnp.asarray(atom.val) if isinstance(atom, Literal) else values[atom]
         fact = lambda atom: Parameter if isinstance(atom, Literal) else known[atom]
         for equation in jaxpr.eqns:
-            given, before = [value(atom) for atom in equation.invars], [fact(atom) for atom in equation.invars]
-            if all(isinstance(f, type) for f in before) and equation.primitive.name not in _INNER:
-                outputs, after = bind(equation, given), [plain_fact(before)] * len(equation.outvars)
+            operands, known_before = [value(atom) for atom in equation.invars], [fact(atom) for atom in equation.invars]
+            if all(isinstance(f, type) for f in known_before) and equation.primitive.name not in _CONTROL_FLOW:
+                outputs, after = bind(equation, operands), [combine_facts(known_before)] * len(equation.outvars)
             else:
-                around, self.around = self.around, (*self.around, equation)
-                outputs, after = _RULES.get(equation.primitive.name, _default)(self, equation, given, before)
-                self.around = around
+                enclosing, self.enclosing = self.enclosing, (*self.enclosing, equation)
+                outputs, after = _RULES.get(equation.primitive.name, _default)(self, equation, operands, known_before)
+                self.enclosing = enclosing
             values.update(zip(equation.outvars, outputs, strict=True))
             known.update(zip(equation.outvars, after, strict=True))
         return [value(atom) for atom in jaxpr.outvars], [fact(atom) for atom in jaxpr.outvars]
 
-    def tell(self, view: View, kind: str, with_data: bool, equation: JaxprEqn) -> None:
-        """Tells the follower of one use of a weight."""
-        self.follower.use(SeenUse(view.weight, kind, with_data, equation, self.around[:-1]))
+    def report_use(self, view: View, kind: str, with_data: bool, equation: JaxprEqn) -> None:
+        """Reports one use of a weight to the follower."""
+        self.follower.use(UseSite(view.weight, kind, with_data, equation, self.enclosing[:-1]))
 
     def multiply(self, product: Product, with_data: bool, equation: JaxprEqn) -> Array:
-        """Returns the other operand of a product, once the follower has seen it."""
-        use = SeenUse(product.view.weight, equation.primitive.name, with_data, equation, self.around[:-1])
+        """Reports a product to the follower, and returns the operand that it returns."""
+        use = UseSite(product.view.weight, equation.primitive.name, with_data, equation, self.enclosing[:-1])
         return self.follower.multiply(product, use)
 
-    def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, besides: View | None = None) -> None:
-        """Tells the follower that an operation uses weights in another way than as a product."""
+    def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, excluding: View | None = None) -> None:
+        """Reports each weight among the operands to the follower, as a use that is not a product."""
         for n, fact in enumerate(facts):
             others = [f for m, f in enumerate(facts) if m != n]
             with_data = any(f is Data or (isinstance(f, View) and f.looked_up) for f in others)
-            for view in views_of(fact):
-                if view is not besides and not view.looked_up:
-                    self.tell(view, equation.primitive.name, with_data, equation)
+            for view in find_views(fact):
+                if view is not excluding and not view.looked_up:
+                    self.report_use(view, equation.primitive.name, with_data, equation)
 
 
 def _default(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     run.use(equation, facts)
-    return bind(equation, values), [plain_fact(facts)] * len(equation.outvars)
+    return bind(equation, values), [combine_facts(facts)] * len(equation.outvars)
 
 
-# Operations that keep each value where it is.
+# Elementwise operations.
 
 
 def _elementwise(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    """A mask, a factor, a cast: the result is a view of a weight unless data takes part in it."""
+    """Masks, scales or casts values. The result is a view unless it depends on data."""
     others_are_data = any(fact is Data for fact in facts)
     shape = _compat.result_shape(equation)
-    kept = [f for f, x in zip(facts, values, strict=True) if isinstance(f, View | Joined) and jnp.shape(x) == shape]
-    if equation.primitive.name == "div" and not isinstance(facts[0], View | Joined):
+    kept = [
+        f for f, x in zip(facts, values, strict=True) if isinstance(f, View | Concatenated) and jnp.shape(x) == shape
+    ]
+    if equation.primitive.name == "div" and not isinstance(facts[0], View | Concatenated):
         kept = []
     if others_are_data or not kept:
         return _default(run, equation, values, facts)
     if len(facts) > 1:
-        run.use(equation, facts, besides=kept[0] if isinstance(kept[0], View) else None)
+        run.use(equation, facts, excluding=kept[0] if isinstance(kept[0], View) else None)
     return bind(equation, values), [kept[0]]
 
 
 def _compare(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    """A mask made of a weight, such as where it is finite, is no use of it."""
+    """Compares values. A mask computed from a weight does not count as a use of it."""
     del run
-    return bind(equation, values), [plain_fact(facts)]
+    return bind(equation, values), [combine_facts(facts)]
 
 
 def _pass_through(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -119,28 +132,28 @@ def _pass_through(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts:
     return bind(equation, values), list(facts)
 
 
-# Operations that move values.
+# Operations that move values: transpose, reshape, slice, gather, concatenate.
 
 
 def _move(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     first, params, shape = facts[0], equation.params, values[0].shape
     name, new_shape = equation.primitive.name, _compat.result_shape(equation)
     axes = lambda name: [int(axis) for axis in params[name]]
-    if isinstance(first, Joined) and name == "transpose":
-        return bind(equation, values), [views.transpose_joined(first, axes("permutation"))]
+    if isinstance(first, Concatenated) and name == "transpose":
+        return bind(equation, values), [views.transpose_concatenated(first, axes("permutation"))]
     if not isinstance(first, View) or (name == "reshape" and params["dimensions"] is not None):
         return _default(run, equation, values, facts)
     if name == "transpose":
-        moved = views.transpose(first, axes("permutation"))
+        view = views.transpose(first, axes("permutation"))
     elif name == "squeeze":
-        moved = views.squeeze(first, axes("dimensions"))
+        view = views.squeeze(first, axes("dimensions"))
     elif name == "broadcast_in_dim":
-        moved = views.broadcast(first, shape, new_shape, axes("broadcast_dimensions"))
+        view = views.broadcast(first, shape, new_shape, axes("broadcast_dimensions"))
     elif name == "rev":
-        moved = views.take(first, {axis: lambda at: at[::-1] for axis in axes("dimensions")})
+        view = views.take(first, {axis: lambda at: at[::-1] for axis in axes("dimensions")})
     else:
-        moved = views.reshape(first, shape, new_shape)
-    return bind(equation, values), [moved]
+        view = views.reshape(first, shape, new_shape)
+    return bind(equation, values), [view]
 
 
 def _slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -151,12 +164,12 @@ def _slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequen
     steps = params["strides"] or [1] * len(shape)
     bounds = enumerate(zip(params["start_indices"], params["limit_indices"], steps, strict=True))
     chosen = {axis: slice(*b) for axis, b in bounds if b != (0, shape[axis], 1)}
-    # A single row is looked up; a matrix is a layer of a stack, or a part of a weight.
+    # A slice of one row is a lookup. A matrix is a layer of a stack, or a part of a weight.
     is_row = bool(chosen) and sum(n > 1 for n in _compat.result_shape(equation)) < 2
     if is_row:
-        run.tell(first, "lookup", False, equation)
-    taken = views.take(first, {axis: lambda at, part=part: at[part] for axis, part in chosen.items()}, is_row)
-    return bind(equation, values), [taken]
+        run.report_use(first, "lookup", False, equation)
+    selected = views.take(first, {axis: lambda at, part=part: at[part] for axis, part in chosen.items()}, is_row)
+    return bind(equation, values), [selected]
 
 
 def _split(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -183,7 +196,7 @@ def _dynamic_slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts
     }
     if chosen:
         by_data = any(facts[1 + axis] is Data for axis in chosen)
-        run.tell(first, "lookup", by_data, equation)
+        run.report_use(first, "lookup", by_data, equation)
     return bind(equation, values), [views.take(first, choose, bool(chosen))]
 
 
@@ -191,47 +204,47 @@ def _gather(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
     """Selects entries along one axis, as an embedding does and a stack of experts."""
     first, params = facts[0], equation.params
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    if first is Parameter and isinstance(facts[1], View):  # a table of the values that codes stand for
+    if first is Parameter and isinstance(facts[1], View):  # a codebook, indexed by codes
         return _decode(run, equation, values, facts[1:])
     if not isinstance(first, View):
         return _default(run, equation, values, facts)
-    run.tell(first, "lookup", facts[1] is Data, equation)
+    run.report_use(first, "lookup", facts[1] is Data, equation)
     shape, ndim = values[0].shape, len(_compat.result_shape(equation))
     axes: list[views.Digits] = [()] * ndim
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     offsets = [axis for axis in range(len(shape)) if axis not in dropped]
     for axis, to in zip(offsets, numbers.offset_dims, strict=True):
         axes[to] = first.axes[axis] if sizes[axis] == shape[axis] else (() if sizes[axis] == 1 else None)
-    taken, rows = first, [axis for axis in range(ndim) if axis not in numbers.offset_dims]
+    selected, rows = first, [axis for axis in range(ndim) if axis not in numbers.offset_dims]
     chosen = [axis for axis in numbers.start_index_map if sizes[axis] != shape[axis]]
     single = len(chosen) == 1 and sizes[chosen[0]] == 1 and not numbers.operand_batching_dims
     if single and len(rows) < 2:
         at = values[1][..., list(numbers.start_index_map).index(chosen[0])].reshape(-1)
         at = jnp.clip(at, 0, shape[chosen[0]] - 1)
-        taken = views.take(first, {chosen[0]: lambda values: jnp.asarray(values)[at]})
+        selected = views.take(first, {chosen[0]: lambda values: jnp.asarray(values)[at]})
         if rows:
-            axes[rows[0]] = taken.axes[chosen[0]]
+            axes[rows[0]] = selected.axes[chosen[0]]
         else:
-            taken = views.squeeze(taken, chosen)
-    else:  # which entries these are is not followed
+            selected = views.squeeze(selected, chosen)
+    else:  # the indices of the entries are not followed
         unknown = [digit._replace(at=None) for axis in (*chosen, *dropped) for digit in first.axes[axis] or ()]
-        taken = first._replace(fixed=(*first.fixed, *unknown))
-    return bind(equation, values), [taken._replace(axes=tuple(axes), looked_up=True)]
+        selected = first._replace(fixed=(*first.fixed, *unknown))
+    return bind(equation, values), [selected._replace(axes=tuple(axes), looked_up=True)]
 
 
 def _concatenate(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     axis = equation.params["dimension"]
-    if any(fact is Data or isinstance(fact, Joined) for fact in facts):
+    if any(fact is Data or isinstance(fact, Concatenated) for fact in facts):
         return _default(run, equation, values, facts)
     parts = [(f if isinstance(f, View) else None, x.shape[axis]) for f, x in zip(facts, values, strict=True)]
-    return bind(equation, values), [Joined(axis, tuple(parts))]
+    return bind(equation, values), [Concatenated(axis, tuple(parts))]
 
 
-# Products and quantized arrays, whose codes are followed.
+# Products and quantized arrays. Of a quantized array, the codes are followed.
 
 
 def _decode(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    """Decodes codes: the result is of the weight, but which axes are which is not followed."""
+    """Decodes codes. The result is a view of the weight with unknown axes."""
     first = facts[0]
     if not isinstance(first, View):
         return _default(run, equation, values, facts)
@@ -241,33 +254,33 @@ def _decode(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
 
 def _multiply_codes(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     weight = facts[equation.params["x_tree"].num_leaves :]
-    for view in (view for fact in weight for view in views_of(fact)):
-        run.tell(view, "quantized_matmul", True, equation)
-    return bind(equation, values), [plain_fact(facts)]
+    for view in (view for fact in weight for view in find_views(fact)):
+        run.report_use(view, "quantized_matmul", True, equation)
+    return bind(equation, values), [combine_facts(facts)]
 
 
 def _multiply(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     values, rest = list(values), list(facts)
-    # Rows that were looked up are the input of a parameter, and a weight for other data.
-    looked_up = lambda fact: all(view.looked_up for view in views_of(fact))
+    # Looked-up rows are inputs where the other operand is a parameter, and a weight where it is data.
+    looked_up = lambda fact: all(view.looked_up for view in find_views(fact))
     weights = [
         n
         for n, fact in enumerate(facts[:2])
-        if isinstance(fact, View | Joined) and not (looked_up(fact) and facts[1 - n] is not Data)
+        if isinstance(fact, View | Concatenated) and not (looked_up(fact) and facts[1 - n] is not Data)
     ]
     for n in weights:
         weight = facts[n]
-        products = arrange(equation, values, n, weight, run.shapes) if isinstance(weight, View | Joined) else []
+        products = arrange(equation, values, n, weight, run.shapes) if isinstance(weight, View | Concatenated) else []
         if products:
             rest[n] = Parameter
         for product in products:
             with_data = facts[1 - n] is Data
             values[1 - n] = run.multiply(product._replace(x=values[1 - n]), with_data, equation)
     run.use(equation, rest)
-    return bind(equation, values), [plain_fact(facts)]
+    return bind(equation, values), [combine_facts(facts)]
 
 
-_INNER = {
+_CONTROL_FLOW = {
     **dict.fromkeys(
         ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"),
         run_call,
@@ -277,7 +290,7 @@ _INNER = {
     "scan": run_scan,
 }
 _RULES = {
-    **_INNER,
+    **_CONTROL_FLOW,
     **dict.fromkeys(
         (
             "convert_element_type",

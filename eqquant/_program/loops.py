@@ -1,4 +1,7 @@
-"""Programs within a program: calls, branches and loops. A loop over stacked layers tells which layer it is at."""
+"""Rules for calls, branches and loops: programs within a program.
+
+In a loop over stacked layers, the view of a weight holds the index of the current layer.
+"""
 
 from collections.abc import Sequence
 
@@ -8,8 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from .. import _compat
-from .facts import AbstractRun, Data, Fact, Parameter, plain_fact, Result
-from .views import Joined, View
+from .facts import AbstractRun, combine_facts, Data, Fact, Parameter, Result
+from .views import Concatenated, View
 
 
 def run_call(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -44,7 +47,7 @@ def run_while(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fac
     (cond_values, body_values, start), (cond_facts, body_facts, carried) = split(list(values)), split(list(facts))
     body, body_consts = _compat.open_jaxpr(params["body_jaxpr"])
     cond, cond_consts = _compat.open_jaxpr(params["cond_jaxpr"])
-    kept = _carried(body, n_body, carried)
+    kept = _carry_facts(body, n_body, carried)
 
     def step(carry: list[Array]) -> list[Array]:
         known = [*[Parameter] * len(body_consts), *body_facts, *kept]
@@ -54,18 +57,21 @@ def run_while(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fac
         known = [*[Parameter] * len(cond_consts), *cond_facts, *kept]
         return run.run(cond, [*cond_consts, *cond_values, *carry], known)[0][0]
 
-    _use_carried(run, equation, carried, kept)
+    _report_changed_carry(run, equation, carried, kept)
     return list(jax.lax.while_loop(test, step, start)), kept
 
 
-def _carried(body: Jaxpr, before: int, carried: Sequence[Fact]) -> list[Fact]:
-    """Returns what is known of the values that a loop carries: those that no pass changes stay what they are."""
+def _carry_facts(body: Jaxpr, before: int, carried: Sequence[Fact]) -> list[Fact]:
+    """Returns the facts about the carry of a loop.
+
+    A value that the body returns unchanged keeps its fact. A changed value depends on data.
+    """
     inner = body.invars[before : before + len(carried)]
     changes = [out is not var for out, var in zip(body.outvars, inner, strict=False)]
     return [Data if change else fact for fact, change in zip(carried, changes, strict=True)]
 
 
-def _use_carried(run: AbstractRun, equation: JaxprEqn, before: Sequence[Fact], kept: Sequence[Fact]) -> None:
+def _report_changed_carry(run: AbstractRun, equation: JaxprEqn, before: Sequence[Fact], kept: Sequence[Fact]) -> None:
     run.use(equation, [fact for fact, now in zip(before, kept, strict=True) if now is not fact])
 
 
@@ -74,7 +80,7 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
     consts, start, stacked = _compat.scan_operands(values, params)
     const_facts, carried, stacked_facts = _compat.scan_operands(facts, params)
     body, body_consts = _compat.open_jaxpr(params["jaxpr"])
-    kept = _carried(body, len(consts), carried)
+    kept = _carry_facts(body, len(consts), carried)
     count = len(start)
 
     def step(carry: list[Array], at: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
@@ -88,8 +94,8 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
         outputs, _ = run.run(body, [*body_consts, *consts, *carry, *slices], known)
         return outputs[:count], outputs[count:]
 
-    _use_carried(run, equation, carried, kept)
-    run.use(equation, [fact for fact in stacked_facts if isinstance(fact, Joined)])
+    _report_changed_carry(run, equation, carried, kept)
+    run.use(equation, [fact for fact in stacked_facts if isinstance(fact, Concatenated)])
     carry, results = jax.lax.scan(
         step,
         start,
@@ -98,13 +104,13 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*carry, *results], [*kept, *[plain_fact([*facts, *kept])] * len(results)]
+    return [*carry, *results], [*kept, *[combine_facts([*facts, *kept])] * len(results)]
 
 
 def _take_layer(fact: Fact, number: Array) -> Fact:
-    """Returns what is known of one entry along the first axis."""
+    """Returns the fact about one entry along the first axis."""
     if not isinstance(fact, View):
-        return Parameter if isinstance(fact, Joined) else fact
+        return Parameter if isinstance(fact, Concatenated) else fact
     first = fact.axes[0]
     fixed = [*fact.fixed]
     if first is not None:

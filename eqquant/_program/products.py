@@ -1,4 +1,4 @@
-"""Products of weights in a traced program, whatever primitive computes them: each as rows of inputs, by layer."""
+"""Products of weights in a traced program, of any primitive: rows of inputs, by layer."""
 
 import math
 from collections.abc import Sequence
@@ -10,31 +10,31 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array, Bool, Int32, Shaped
 
-from .views import Digit, Digits, Inputs, inputs_of, Joined, View
+from .views import Concatenated, Digit, Digits, find_inputs, Inputs, View
 
 
-class Layered(NamedTuple):
-    """The inputs of a product, divided among the layers of a stack.
+class LayerInputs(NamedTuple):
+    """The inputs of a product, by layer of a stack.
 
-    - `rows`: an input in each row.
+    - `rows`: one input vector per row.
     - `layer`: the number of the layer in the stack.
-    - `reached`: which rows reach the layer; `None` if all do.
+    - `row_mask`: which rows reach the layer; `None` if all do.
     """
 
     rows: Shaped[Array, "*batch rows features"]
     layer: Int32[Array, "*batch"]
-    reached: Bool[Array, "*batch rows"] | None
+    row_mask: Bool[Array, "*batch rows"] | None
 
 
 class Product(NamedTuple):
     """A product of a weight.
 
-    - `view`: which of the weight's values are multiplied.
+    - `view`: the part of the weight that is multiplied.
     - `inputs`: the axes of the weight along which it sums.
-    - `x`: the other operand, as the program has it.
-    - `rows`: its rows, each with the inputs in the order of the weight.
-    - `batch`: the digits along each batch axis, which both operands have.
-    - `reached`: which rows each entry of the first batch axis sees, if not all; then `rows` has no batch axis.
+    - `x`: the other operand, unchanged.
+    - `rows`: `x` as rows, with the features in the order of the weight.
+    - `batch`: the digits along each batch axis of both operands.
+    - `row_mask`: which rows each entry of the first batch axis sees, if not all; then `rows` has no batch axis.
     """
 
     view: View
@@ -42,27 +42,30 @@ class Product(NamedTuple):
     x: Array
     rows: Shaped[Array, "*batch rows features"]
     batch: tuple[Digits, ...]
-    reached: Bool[Array, "group rows"] | None = None
+    row_mask: Bool[Array, "group rows"] | None = None
 
-    def stack(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the axes of the weight whose entries see inputs of their own: the first axes beside the inputs."""
+    def stack_axes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the axes of the weight that are a stack of layers, each with its own inputs.
+
+        These are the first of the axes that are not summed over.
+        """
         others = [axis for axis in range(len(shape)) if axis not in self.inputs.axes]
         batch = [digit for digits in self.batch for digit in digits or ()]
-        alone = {axis for axis in others if _number_values(batch, axis) == shape[axis]}
+        separate = {axis for axis in others if _count_values(batch, axis) == shape[axis]}
         chosen = [*self.view.fixed, *(d for digits in self.view.axes for d in digits or () if d.is_traced)]
-        alone |= {digit.axis for digit in chosen if digit.axis in others[:-1]}
-        return tuple(others[: max(map(others.index, alone), default=-1) + 1])
+        separate |= {digit.axis for digit in chosen if digit.axis in others[:-1]}
+        return tuple(others[: max(map(others.index, separate), default=-1) + 1])
 
-    def by_layer(self, stack: Sequence[int], shape: Sequence[int]) -> Layered | None:
-        """Returns the inputs divided among the layers of a stack; `None` if the program does not tell which layer."""
+    def split_by_layer(self, stack: Sequence[int], shape: Sequence[int]) -> LayerInputs | None:
+        """Returns the inputs by layer of a stack; `None` if the layer of an input is unknown."""
         kept = [n for n, digits in enumerate(self.batch) if any(d.axis in stack for d in digits or ())]
         pooled = [n for n in range(len(self.batch)) if n not in kept]
-        rows, reached = self.rows, self.reached
-        if reached is None:
+        rows, row_mask = self.rows, self.row_mask
+        if row_mask is None:
             rows = jnp.transpose(rows, (*kept, *pooled, len(self.batch), len(self.batch) + 1))
             rows = rows.reshape(*rows.shape[: len(kept)], -1, rows.shape[-1])
-        sizes = [len(self.reached)] if self.reached is not None else list(rows.shape[: len(kept)])
-        # Entries that the other operand does not have see all of its rows.
+        sizes = [len(self.row_mask)] if self.row_mask is not None else list(rows.shape[: len(kept)])
+        # Layers that are not along a batch axis get all rows.
         given = {digit.axis for n in kept for digit in self.batch[n] or ()} | {d.axis for d in self.view.fixed}
         free = [
             digits
@@ -75,20 +78,20 @@ class Product(NamedTuple):
         lengths = [math.prod(d.size for d in digits) for digits in free] + sizes
         number = jnp.zeros(lengths, jnp.int32)
         for axis in stack:
-            at = _values_along(axis, axes, self.view.fixed, shape[axis])
+            at = _index_along(axis, axes, self.view.fixed, shape[axis])
             if at is None:
                 return None
             number = number * shape[axis] + at
-        rows = jnp.broadcast_to(rows, (*(lengths if reached is None else lengths[: len(free)]), *rows.shape[-2:]))
-        return Layered(rows, number, reached)
+        rows = jnp.broadcast_to(rows, (*(lengths if row_mask is None else lengths[: len(free)]), *rows.shape[-2:]))
+        return LayerInputs(rows, number, row_mask)
 
 
-def _number_values(digits: Sequence[Digit], axis: int) -> int:
+def _count_values(digits: Sequence[Digit], axis: int) -> int:
     return math.prod(digit.length for digit in digits if digit.axis == axis)
 
 
-def _values_along(axis: int, axes: Sequence[Digits], fixed: Sequence[Digit], length: int) -> Any:
-    """Returns the index along an axis of the weight for each entry of an array with some digits along each axis."""
+def _index_along(axis: int, axes: Sequence[Digits], fixed: Sequence[Digit], length: int) -> Any:
+    """Returns the index along one axis of the weight for each entry of an array, by digits."""
     covered, total = 1, jnp.zeros([1] * len(axes), jnp.int32)
     for digit in fixed:
         if digit.axis == axis:
@@ -113,77 +116,77 @@ def arrange(
     equation: JaxprEqn,
     values: Sequence[Array],
     n: int,
-    weight: View | Joined,
+    weight: View | Concatenated,
     shapes: Sequence[tuple[int, ...]],
 ) -> list[Product]:
-    """Returns the products that a primitive computes with operand `n`; none if their inputs cannot be told.
+    """Returns the products that a primitive computes with operand `n`.
 
-    A weight that is a part of an operand has a product of its own.
+    An empty list if the inputs are unknown. Each weight in a concatenated operand has its own product.
     """
     arranged = _ARRANGE[equation.primitive.name](equation.params, values, n)
     if arranged is None:
         return []
-    rows, contracted, batch, reached = arranged
+    rows, contracted, batch, row_mask = arranged
     products, start = [], 0
-    parts = weight.parts if isinstance(weight, Joined) else ((weight, 0),)
+    parts = weight.parts if isinstance(weight, Concatenated) else ((weight, 0),)
     for view, length in parts:
         own = rows
-        if isinstance(weight, Joined) and weight.axis in contracted:
+        if isinstance(weight, Concatenated) and weight.axis in contracted:
             axis = rows.ndim - len(contracted) + list(contracted).index(weight.axis)
             own = jax.lax.slice_in_dim(rows, start, start + length, axis=axis)
         start += length
-        if view is None or (isinstance(weight, Joined) and weight.axis in batch):
+        if view is None or (isinstance(weight, Concatenated) and weight.axis in batch):
             continue
-        inputs = inputs_of(view, contracted, own.shape[own.ndim - len(contracted) :], shapes[view.weight])
+        inputs = find_inputs(view, contracted, own.shape[own.ndim - len(contracted) :], shapes[view.weight])
         if inputs is not None:
-            own = _in_order(own.reshape(*own.shape[: own.ndim - len(contracted)], -1), inputs)
+            own = _order_features(own.reshape(*own.shape[: own.ndim - len(contracted)], -1), inputs)
             products.append(
-                Product(view, inputs, values[1 - n], own, tuple(view.axes[axis] for axis in batch), reached)
+                Product(view, inputs, values[1 - n], own, tuple(view.axes[axis] for axis in batch), row_mask)
             )
     return products
 
 
-def _in_order(rows: Shaped[Array, "*batch rows summed"], inputs: Inputs) -> Shaped[Array, "*batch rows features"]:
-    """Returns rows whose features are in the order of the weight; zero where the product does not reach."""
+def _order_features(rows: Shaped[Array, "*batch rows summed"], inputs: Inputs) -> Shaped[Array, "*batch rows features"]:
+    """Returns rows with features in the order of the weight; zero for features not used."""
     features = inputs.features.ravel()
     if np.array_equal(features, np.arange(inputs.total)):
         return rows
     return jnp.zeros((*rows.shape[:-1], inputs.total), rows.dtype).at[..., features].set(rows)
 
 
-# Rows with one axis for each axis of the sum; these axes and the batch axes of the weight; and which rows reach which
-# entry of the batch.
+# Rows with one axis per contracted axis; the contracted axes and the batch axes of the weight; and the mask of the rows
+# for each entry of the batch, or `None`.
 Arranged = tuple[Array, Sequence[int], Sequence[int], Array | None]
 
 
 def _arrange_dot(params: dict[str, Any], values: Sequence[Array], n: int) -> Arranged:
     contracted, batch = params["dimension_numbers"]
-    x, mine = values[1 - n], 1 - n
-    free = [axis for axis in range(x.ndim) if axis not in (*contracted[mine], *batch[mine])]
-    rows = jnp.transpose(x, (*batch[mine], *free, *contracted[mine]))
+    x, x_number = values[1 - n], 1 - n
+    free = [axis for axis in range(x.ndim) if axis not in (*contracted[x_number], *batch[x_number])]
+    rows = jnp.transpose(x, (*batch[x_number], *free, *contracted[x_number]))
     lengths = lambda axes: [x.shape[axis] for axis in axes]
     m = math.prod(lengths(free))
-    return rows.reshape(*lengths(batch[mine]), m, *lengths(contracted[mine])), contracted[n], batch[n], None
+    return rows.reshape(*lengths(batch[x_number]), m, *lengths(contracted[x_number])), contracted[n], batch[n], None
 
 
 def _arrange_convolution(params: dict[str, Any], values: Sequence[Array], n: int) -> Arranged | None:
-    """The patch under each position of the kernel is a row. Rows of all groups are together."""
+    """Arranges the patch under each position of the kernel as a row. All groups share the rows."""
     if n != 1 or params["batch_group_count"] != 1:
         return None
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     x, inputs = values[0], [values[1].shape[axis] for axis in numbers.rhs_spec[1:]]
     features = math.prod(inputs)
-    # A kernel that is one at one place extracts the values there: its strides, padding and dilation are the program's.
+    # One-hot kernels extract patches, with the strides, padding and dilation of the program.
     kernel = jnp.eye(features, dtype=x.dtype).reshape(features, *inputs)
     kernel = jnp.moveaxis(jnp.tile(kernel, (groups, *[1] * len(inputs))), range(kernel.ndim), numbers.rhs_spec)
     exact = {**params, "precision": (jax.lax.Precision.HIGHEST,) * 2, "preferred_element_type": None}
-    picked = jnp.moveaxis(jax.lax.conv_general_dilated_p.bind(x, kernel, **exact), numbers.out_spec[1], 0)
-    rows = jnp.swapaxes(picked.reshape(groups, features, -1), -1, -2)
+    patches = jnp.moveaxis(jax.lax.conv_general_dilated_p.bind(x, kernel, **exact), numbers.out_spec[1], 0)
+    rows = jnp.swapaxes(patches.reshape(groups, features, -1), -1, -2)
     return rows.reshape(-1, *inputs), numbers.rhs_spec[1:], (), None
 
 
 def _arrange_ragged(params: dict[str, Any], values: Sequence[Array], n: int) -> Arranged | None:
-    """The weight of each group sees the rows of its group."""
+    """Arranges the rows, with the mask of the rows of each group."""
     numbers = params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers
     groups = list(numbers.rhs_group_dimensions)
@@ -193,8 +196,8 @@ def _arrange_ragged(params: dict[str, Any], values: Sequence[Array], n: int) -> 
         return None
     stops = jnp.cumsum(sizes)[:, None]
     number = jnp.arange(x.shape[numbers.lhs_ragged_dimensions[0]])[None]
-    reached = (number < stops) & (number >= stops - sizes[:, None])
-    return jnp.transpose(x, (*numbers.lhs_ragged_dimensions, *contracted[0])), contracted[1], groups, reached
+    row_mask = (number < stops) & (number >= stops - sizes[:, None])
+    return jnp.transpose(x, (*numbers.lhs_ragged_dimensions, *contracted[0])), contracted[1], groups, row_mask
 
 
 _ARRANGE = {

@@ -16,9 +16,9 @@ from .._types import PyTree
 class Traced(NamedTuple):
     """A function, traced for arguments of some shapes.
 
-    - `program`: takes the arrays of the arguments, and returns those of the outputs.
+    - `program`: from the arrays of the arguments to the arrays of the outputs.
     - `arrays`: the key path and the shape and dtype of each array of the arguments.
-    - `outputs`: makes the outputs of their arrays.
+    - `outputs`: makes the output pytree from the arrays that the program returns.
     """
 
     program: ClosedJaxpr
@@ -27,7 +27,7 @@ class Traced(NamedTuple):
 
 
 def trace(run: Callable[..., PyTree], arguments: Sequence[PyTree]) -> Traced:
-    """Traces `run(*arguments)`, whose arrays may be `jax.ShapeDtypeStruct`s."""
+    """Traces `run(*arguments)`. Arrays may be `jax.ShapeDtypeStruct`s."""
     nodes, treedef = jtu.tree_flatten_with_path(arguments)
     is_array = [eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in nodes]
     found: list[Callable[[Sequence[Array]], PyTree]] = []

@@ -1,7 +1,7 @@
-"""Tells which axes of an array in a traced program are which axes of a weight, whatever moved the values.
+"""Views: how the axes of an array in a traced program correspond to the axes of a weight.
 
 An index along an axis of a weight of length 12 that a program reshapes to `(3, 4)` has two digits: the first is the
-index divided by 4, the second the rest. Each axis of a `View` is a sequence of such digits.
+index divided by 4, the second the remainder. Each axis of a `View` is a sequence of such digits.
 """
 
 import math
@@ -28,7 +28,7 @@ class Digit(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many values of the digit the array holds."""
+        """The number of values of the digit in the array."""
         return self.length if self.at is None else len(self.at)
 
     @property
@@ -38,20 +38,20 @@ class Digit(NamedTuple):
 
     @property
     def is_traced(self) -> bool:
-        """Whether only a run of the program tells which values are selected."""
+        """Whether the selected values are known only when the program runs."""
         return isinstance(self.at, jax.Array)
 
 
-Digits = tuple[Digit, ...] | None  # of one axis of an array; `None` if it mixes values of several
+Digits = tuple[Digit, ...] | None  # the digits along one axis of an array; `None` if unknown
 
 
 class View(NamedTuple):
     """An array that holds values of one weight, perhaps masked or scaled.
 
     - `weight`: the number of the weight.
-    - `axes`: the digits along each axis. None for an axis along which the array repeats, `None` if they are unknown.
-    - `fixed`: digits with one value, along no axis.
-    - `looked_up`: whether data chose among its values.
+    - `axes`: the digits along each axis: `()` if the array repeats along it, `None` if they are unknown.
+    - `fixed`: digits with a single value, which have no axis in the array.
+    - `looked_up`: whether the data selects among its values.
     """
 
     weight: int
@@ -60,15 +60,15 @@ class View(NamedTuple):
     looked_up: bool = False
 
 
-class Joined(NamedTuple):
-    """Arrays that a program concatenated along an axis, with their lengths along it."""
+class Concatenated(NamedTuple):
+    """A concatenation of arrays along an axis: the view of each, and its length along the axis."""
 
     axis: int
     parts: tuple[tuple["View | None", int], ...]
 
 
-def whole(weight: int, shape: Sequence[int]) -> View:
-    """Returns the view that is all of a weight."""
+def view_weight(weight: int, shape: Sequence[int]) -> View:
+    """Returns the view of a whole weight."""
     return View(weight, tuple((Digit(axis, length),) for axis, length in enumerate(shape)))
 
 
@@ -77,22 +77,22 @@ def transpose(view: View, permutation: Sequence[int]) -> View:
     return view._replace(axes=tuple(view.axes[axis] for axis in permutation))
 
 
-def transpose_joined(joined: Joined, permutation: Sequence[int]) -> Joined:
-    """Returns what is known of concatenated arrays after `jax.lax.transpose`."""
-    parts = tuple((view and transpose(view, permutation), length) for view, length in joined.parts)
-    return Joined(list(permutation).index(joined.axis), parts)
+def transpose_concatenated(concatenated: Concatenated, permutation: Sequence[int]) -> Concatenated:
+    """Returns the fact about concatenated arrays after `jax.lax.transpose`."""
+    parts = tuple((view and transpose(view, permutation), length) for view, length in concatenated.parts)
+    return Concatenated(list(permutation).index(concatenated.axis), parts)
 
 
 def squeeze(view: View, dimensions: Sequence[int]) -> View:
     """Returns the view after `jax.lax.squeeze`."""
     fixed = [*view.fixed]
     for axis in dimensions:
-        fixed += [_only(digit) for digit in view.axes[axis] or () if digit.length > 1]
+        fixed += [_take_first(digit) for digit in view.axes[axis] or () if digit.length > 1]
     kept = tuple(digits for axis, digits in enumerate(view.axes) if axis not in dimensions)
     return view._replace(axes=kept, fixed=tuple(fixed))
 
 
-def _only(digit: Digit) -> Digit:
+def _take_first(digit: Digit) -> Digit:
     return digit._replace(at=jnp.asarray(digit.at)[0] if digit.is_traced else np.asarray(digit.values)[0])
 
 
@@ -103,7 +103,7 @@ def reshape(view: View, shape: Sequence[int], new_shape: Sequence[int]) -> View:
     axes: list[Digits] = []
     start, given = 0, 0
     while start < len(wanted):
-        # Take axes from both sides until they hold equally many values.
+        # Take axes from both shapes until their sizes are equal.
         stop, end, target, have = start + 1, given + 1, wanted[start], lengths[given]
         while target != have:
             if target < have:
@@ -112,14 +112,14 @@ def reshape(view: View, shape: Sequence[int], new_shape: Sequence[int]) -> View:
             else:
                 have *= lengths[end]
                 end += 1
-        axes += _divide(_merge(view.axes[given:end]) if end > given + 1 else view.axes[given], wanted[start:stop])
+        axes += _split_digits(_merge(view.axes[given:end]) if end > given + 1 else view.axes[given], wanted[start:stop])
         start, given = stop, end
     remaining = iter(axes)
     return view._replace(axes=tuple(() if n == 1 else next(remaining) for n in new_shape))
 
 
 def _merge(axes: Sequence[Digits]) -> Digits:
-    """Returns the digits of several axes that become one; digits that follow each other become one again."""
+    """Returns the digits of several axes that become one axis, with adjacent digits merged."""
     merged: list[Digit] = []
     for digits in axes:
         if not digits:  # unknown, or repeated
@@ -134,26 +134,26 @@ def _merge(axes: Sequence[Digits]) -> Digits:
     return tuple(merged)
 
 
-def _divide(digits: Digits, lengths: Sequence[int]) -> list[Digits]:
-    """Returns the digits of each axis that one axis is divided into."""
+def _split_digits(digits: Digits, lengths: Sequence[int]) -> list[Digits]:
+    """Returns the digits of each axis that one axis is split into."""
     if len(lengths) == 1 or digits is None:
         return [digits] * len(lengths)
-    waiting, axes = list(digits), []
+    remaining, axes = list(digits), []
     for length in lengths:
-        taken: list[Digit] = []
-        while (missing := length // math.prod(d.size for d in taken)) > 1 and waiting:
-            digit = waiting.pop(0)
+        selected: list[Digit] = []
+        while (missing := length // math.prod(d.size for d in selected)) > 1 and remaining:
+            digit = remaining.pop(0)
             if digit.size > missing:
                 minor = digit.length // missing
                 if digit.at is not None or digit.length % missing:
                     return [None] * len(lengths)
-                taken.append(Digit(digit.axis, missing, digit.stride * minor))
-                waiting.insert(0, Digit(digit.axis, minor, digit.stride))
+                selected.append(Digit(digit.axis, missing, digit.stride * minor))
+                remaining.insert(0, Digit(digit.axis, minor, digit.stride))
                 break
-            taken.append(digit)
-        if math.prod(d.size for d in taken) != length:
+            selected.append(digit)
+        if math.prod(d.size for d in selected) != length:
             return [None] * len(lengths)
-        axes.append(tuple(taken))
+        axes.append(tuple(selected))
     return axes if digits else [()] * len(lengths)
 
 
@@ -173,7 +173,7 @@ def take(view: View, chosen: Mapping[int, Any], looked_up: bool = False) -> View
     **Arguments:**
 
     - `chosen`: for each axis a function from the values of a digit to the selected values.
-    - `looked_up`: whether data chose.
+    - `looked_up`: whether the data makes the selection.
     """
     axes = list(view.axes)
     for axis, choose in chosen.items():
@@ -186,11 +186,11 @@ def take(view: View, chosen: Mapping[int, Any], looked_up: bool = False) -> View
 
 
 class Inputs(NamedTuple):
-    """What a product sums over, in terms of a weight.
+    """The input features of a product, in terms of the axes of a weight.
 
-    - `axes`: the axes of the weight that hold its inputs.
-    - `features`: for each index along the axes of the sum, the number of the input; an array of numbers.
-    - `total`: how many inputs the weight has.
+    - `axes`: the contracted axes of the weight.
+    - `features`: the index of the input feature for each entry along the contracted axes.
+    - `total`: the number of input features of the weight.
     """
 
     axes: tuple[int, ...]
@@ -198,8 +198,8 @@ class Inputs(NamedTuple):
     total: int
 
 
-def inputs_of(view: View, contracted: Sequence[int], lengths: Sequence[int], shape: Sequence[int]) -> Inputs | None:
-    """Returns the inputs of a product that sums over some axes of a view; `None` if these are no inputs of the weight.
+def find_inputs(view: View, contracted: Sequence[int], lengths: Sequence[int], shape: Sequence[int]) -> Inputs | None:
+    """Returns the inputs of a product that contracts axes of a view; `None` if unknown.
 
     **Arguments:**
 
@@ -212,15 +212,15 @@ def inputs_of(view: View, contracted: Sequence[int], lengths: Sequence[int], sha
     if any(group is None for group in groups) or not digits:
         return None
     axes = sorted({digit.axis for digit in digits})
-    beside = [digit for digit in view.fixed if digit.axis in axes]
-    if any(digit.is_traced for digit in (*digits, *beside)):
+    fixed = [digit for digit in view.fixed if digit.axis in axes]
+    if any(digit.is_traced for digit in (*digits, *fixed)):
         return None
     strides = {axis: math.prod(shape[other] for other in axes if other > axis) for axis in axes}
     step = lambda digit: digit.stride * strides[digit.axis]
-    number = np.asarray(sum(int(digit.at) * step(digit) for digit in beside))  # pyright: ignore[reportArgumentType]
+    number = np.asarray(sum(int(digit.at) * step(digit) for digit in fixed))  # pyright: ignore[reportArgumentType]
     for digit in digits:
         number = number[..., None] + np.asarray(digit.values) * step(digit)
     sizes = [math.prod(digit.size for digit in group or ()) for group in groups]
-    if sizes != list(lengths):  # the array repeats along one of them
+    if sizes != list(lengths):  # the array repeats along an axis
         return None
     return Inputs(tuple(axes), number.reshape(sizes), math.prod(shape[axis] for axis in axes))

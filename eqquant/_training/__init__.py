@@ -1,4 +1,4 @@
-"""Training quantized models: gradients, float masters, low-rank factors, low-bit optimizer state."""
+"""Training: gradients, float masters, low-rank factors, quantized optimizer state."""
 
 from .._wrappers.lora import LoraArray as LoraArray
 from .distill import distill as distill, distill_blocks as distill_blocks

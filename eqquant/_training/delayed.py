@@ -1,4 +1,4 @@
-"""Delayed scaling: an optax wrapper that keeps the largest magnitudes of earlier steps, which scale products."""
+"""Delayed scaling: an optax wrapper that keeps an amax history for the scales of products."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from .._array.array import is_quantized
 from .._tree.leaves import abbreviate_list, named_leaves
 from .._types import PyTree
 from .._wrappers.low_precision import LowPrecisionArray, map_amax
-from .masters import as_optimizer, check_given
+from .masters import as_optimizer, check_params
 
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class DelayedScalingState(NamedTuple):
     """The state of [`eqquant.delayed_scaling`][].
 
-    - `history`: for each weight, by its path, the largest magnitudes of $x$, $W$ and $\\mathrm d y$ in the last steps,
-        `(*stack, 3, history)`, those of the last step first; zero for a step that saw none.
-    - `inner_state`: the state of the wrapped optimizer, which sees no magnitudes.
+    - `history`: the amax history of each weight, by its path: for $x$, $W$ and $\\mathrm d y$ in the last steps,
+        `(*stack, 3, history)`, the last step first; zero for a step without a product.
+    - `inner_state`: the state of the wrapped optimizer, which sees no amax.
 
     **Arguments:** the two above. `init` makes the state; do not make it by hand.
     """
@@ -39,17 +39,17 @@ class DelayedScalingState(NamedTuple):
 def delayed_scaling(
     optimizer: "optax.GradientTransformation", *, history: int = 16, margin: float = 0.0
 ) -> "optax.GradientTransformationExtraArgs":
-    r"""Keeps the scales of a model that was made by `eqq.low_precision_training(..., delayed=True)`: *delayed scaling*.
+    r"""Wraps an optimizer to update the scales of low-precision training: *delayed scaling*.
 
-    Each weight of such a model holds three floats, the largest magnitudes that its
-    products expect of $x$, $W$ and $\mathrm d y$. Their gradients are no gradients, but the magnitudes that the
-    products of this step saw. The wrapper puts these into a history, and returns updates by which the model then holds
-    the largest of the history. All else is left to the wrapped optimizer, which sees no magnitudes: neither its moments
-    nor its weight decay nor the clipping of gradients.
+    The model comes from `eqq.low_precision_training(..., delayed=True)`. Each of its low-precision weights holds three
+    floats, the amax that its products expect of $x$, $W$ and $\mathrm d y$. Their gradient is the current amax of this
+    step. The wrapper appends it to a history, and returns updates after which the model holds the maximum of the
+    history. The wrapped optimizer gets everything else, and never sees an amax: not in its moments, its weight decay or
+    its clipping of gradients.
 
-    A value beyond the largest that is expected is clipped. Before the first step nothing is expected, and each product
-    takes the current ones. A NaN or an infinity turns its product into NaN; a step that saw one enters the
-    history as zero, so later steps do not suffer from it.
+    A value above the expected amax is clipped. Before the first step nothing is expected, and each product uses the
+    current amax. A NaN or an infinity turns its product into NaN. Such a step enters the history as zero, so that later
+    steps do not suffer from it.
 
     !!! Example
 
@@ -66,9 +66,9 @@ def delayed_scaling(
         ```
 
     `init` and `update` take the model itself, or its parameters. Wrap the whole optimizer, chains, clipping,
-    `optax.MultiSteps` and [`eqquant.float_masters`][] included: gradients must come to the wrapper as they are. Without
-    the wrapper an optimizer takes magnitudes for gradients, which spoils their norm; it moves what products expect
-    below zero, so they take the current ones, as before the first step.
+    `optax.MultiSteps` and [`eqquant.float_masters`][] included: the wrapper needs unchanged gradients. Without the
+    wrapper an optimizer takes amax values for gradients, which spoils their norm. It moves the expected amax below
+    zero, so that products use the current one, as before the first step.
 
     ??? cite
 
@@ -77,11 +77,10 @@ def delayed_scaling(
     **Arguments:**
 
     - `optimizer`: an optax optimizer.
-    - `history`: how many steps the history has.
-    - `margin`: the model holds the largest magnitude of the history times $2^{\text{margin}}$. Some room keeps values
-        that grow from being clipped. A weight that a step uses $n$ times, tied or in a recurrence, sees the sum of
-        the largest magnitudes of its uses, which is up to $n$ times the largest: a margin of $-\log_2 n$ makes up
-        for that.
+    - `history`: the number of steps in the history.
+    - `margin`: the model holds the maximum of the history times $2^{\text{margin}}$. A margin above zero keeps growing
+        values from being clipped. A weight that a step uses $n$ times, tied or in a recurrence, gets the sum of the
+        amax of its uses, which is up to $n$ times the maximum: a margin of $-\log_2 n$ compensates for this.
 
     **Returns:**
 
@@ -104,33 +103,35 @@ def delayed_scaling(
     def init(params: PyTree) -> DelayedScalingState:
         if not jtu.tree_leaves(params):  # from `optax.tree_map_params`, to which the history must be one leaf
             return DelayedScalingState(jnp.zeros(()), inner.init(params))  # pyright: ignore[reportArgumentType]
-        found = _held_amax(params)
-        if not found:
+        amax = _find_amax(params)
+        if not amax:
             raise ValueError(
                 "`delayed_scaling` needs weights with delayed scales. Got none among the leaves of the parameters "
                 f"({abbreviate_list(leaf.path for leaf in named_leaves(params))}). Make the model with "
                 "`eqq.low_precision_training(model, 'fp8', delayed=True)`, or use the optimizer without the wrapper."
             )
-        # What the model holds already was the largest of a history.
+        # The amax in the model is the maximum of an earlier history.
         empty = lambda x: jnp.zeros((*x.shape, history), jnp.float32)
-        start = {path: _shift(empty(x), x * 2.0**-margin) for path, x in found.items()}
-        return DelayedScalingState(start, inner.init(_bare(params)))
+        start = {path: _push_amax(empty(x), x * 2.0**-margin) for path, x in amax.items()}
+        return DelayedScalingState(start, inner.init(_strip_amax(params)))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: PyTree
     ) -> tuple[PyTree, DelayedScalingState]:
-        check_given(params, "delayed_scaling")
-        old, seen = _held_amax(params), _held_amax(updates)
+        check_params(params, "delayed_scaling")
+        old, observed = _find_amax(params), _find_amax(updates)
         if not isinstance(state, DelayedScalingState) or state.history.keys() != old.keys():
             raise ValueError(
                 "`delayed_scaling` needs the state that its `init` returns for these parameters. Got another. Make it "
                 "with `state = optim.init(model)`."
             )
-        kept = {path: _shift(x, seen[path]) if path in seen else x for path, x in state.history.items()}
-        new = {path: jnp.max(x, axis=-1) * 2.0**margin for path, x in kept.items()}
-        steps, inner_state = inner.update(_bare(updates), state.inner_state, _bare(params), **extra_args)
-        steps = _with_amax(steps, updates, {path: (new[path] - old[path]).astype(old[path].dtype) for path in seen})
-        return steps, DelayedScalingState(kept, inner_state)
+        histories = {
+            path: _push_amax(x, observed[path]) if path in observed else x for path, x in state.history.items()
+        }
+        new = {path: jnp.max(x, axis=-1) * 2.0**margin for path, x in histories.items()}
+        steps, inner_state = inner.update(_strip_amax(updates), state.inner_state, _strip_amax(params), **extra_args)
+        steps = _fill_amax(steps, updates, {path: (new[path] - old[path]).astype(old[path].dtype) for path in observed})
+        return steps, DelayedScalingState(histories, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
@@ -139,26 +140,26 @@ def _is_node(x: PyTree) -> bool:
     return isinstance(x, LowPrecisionArray)
 
 
-def _nodes(tree: PyTree) -> dict[str, LowPrecisionArray]:
-    """Returns the weights with scales of their own, by path."""
+def _find_nodes(tree: PyTree) -> dict[str, LowPrecisionArray]:
+    """Returns the low-precision weights, by path."""
     flat = jtu.tree_leaves_with_path(tree, is_leaf=_is_node)
     return {jtu.keystr(path): x for path, x in flat if _is_node(x)}
 
 
-def _held_amax(tree: PyTree) -> dict[str, Float[Array, "*stack 3"]]:
-    """Returns the largest magnitudes that the weights of a tree hold, by path; not those that a mask has taken away."""
-    return {path: x.amax for path, x in _nodes(tree).items() if isinstance(x.amax, (jax.Array, np.ndarray))}
+def _find_amax(tree: PyTree) -> dict[str, Float[Array, "*stack 3"]]:
+    """Returns the amax of each low-precision weight, by path, unless a mask has removed it."""
+    return {path: x.amax for path, x in _find_nodes(tree).items() if isinstance(x.amax, (jax.Array, np.ndarray))}
 
 
-def _bare(tree: PyTree) -> PyTree:
-    """Returns what the wrapped optimizer sees: parameters without largest magnitudes, and nothing else."""
+def _strip_amax(tree: PyTree) -> PyTree:
+    """Returns the parameters for the wrapped optimizer: without amax."""
     keep = lambda x: x if is_quantized(x) or eqx.is_inexact_array(x) else None
     return jtu.tree_map(keep, map_amax(lambda _: None, tree), is_leaf=is_quantized)
 
 
-def _with_amax(steps: PyTree, like: PyTree, values: dict[str, Array]) -> PyTree:
-    """Puts values, or else what stands in `like`, to where the steps of the wrapped optimizer have none."""
-    others = _nodes(like)
+def _fill_amax(steps: PyTree, like: PyTree, values: dict[str, Array]) -> PyTree:
+    """Returns the steps with amax filled in, from `values` or else from `like`."""
+    others = _find_nodes(like)
 
     def fill(path: str, x: PyTree) -> PyTree:
         return dataclasses.replace(x, amax=values.get(path, others[path].amax)) if path in others else x
@@ -166,7 +167,12 @@ def _with_amax(steps: PyTree, like: PyTree, values: dict[str, Array]) -> PyTree:
     return jtu.tree_map_with_path(lambda path, x: fill(jtu.keystr(path), x), steps, is_leaf=_is_node)
 
 
-def _shift(history: Float32[Array, "*stack 3 history"], seen: Float[Array, "*stack 3"]) -> Float32[Array, "..."]:
-    """Puts what was seen first and forgets what is last. What is not finite, or no magnitude, counts as zero."""
-    seen = jnp.where(jnp.isfinite(seen), jnp.maximum(seen, 0), 0).astype(jnp.float32)
-    return jnp.concatenate([seen[..., None], history[..., :-1]], axis=-1)
+def _push_amax(
+    history: Float32[Array, "*stack 3 history"], observed: Float[Array, "*stack 3"]
+) -> Float32[Array, "..."]:
+    """Returns the history with a new amax first, without the oldest.
+
+    An amax that is not finite, or negative, counts as zero.
+    """
+    observed = jnp.where(jnp.isfinite(observed), jnp.maximum(observed, 0), 0).astype(jnp.float32)
+    return jnp.concatenate([observed[..., None], history[..., :-1]], axis=-1)

@@ -1,4 +1,4 @@
-"""A short training of a quantized model against the float model that it was."""
+"""Distillation: a short training of a quantized model to match its float model."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Loss = Callable[[PyTree, PyTree], Float[Array, ""]]
 
-# A code may move by so many steps between levels while a scale changes by all of itself.
-_CODES = 10.0
+# The levels that a code moves for a relative change of one.
+_LEVELS_PER_UNIT = 10.0
 
 
 def distill(
@@ -49,14 +49,14 @@ def distill(
     optimizer: "optax.GradientTransformation | None" = None,
     progress: bool = True,
 ) -> PyTree:
-    """Trains a quantized model to compute what the float model does, and returns the best model that it found.
+    """Returns a quantized model, trained to match the outputs of the float model.
 
     Trains the scales of quantized arrays, biases and the parameters of normalisation layers; with `train="codes"` the
-    codes too, which start where they are and may move to the next level and further. Other leaves stay as they are. The
-    result has the formats, the shapes and the tree structure of `model`.
+    codes too, which start at their values and may move by one level or more. Other leaves stay unchanged. The result
+    has the formats, the shapes and the tree structure of `model`.
 
     After each pass over the data it computes the loss on the held-out batches, prints it, and keeps the best model. So
-    the result is never worse than the start there.
+    the result is never worse than the start on these batches.
 
     !!! Example
 
@@ -74,14 +74,14 @@ def distill(
 
     - `model`: the quantized model.
     - `float_model`: the float model, of the same structure. Its outputs are computed once and kept.
-    - `batches`: a list of batches, each any pytree of arrays. Batches of one shape share a program.
+    - `batches`: a list of batches, each any pytree of arrays. Batches of the same shape share a compiled program.
     - `held_out`: batches to choose the best model by. By default every fifth of `batches`, which are not trained on.
     - `apply`: a function `(model, batch) -> outputs`. By default, `jax.vmap(model)(batch)`.
     - `loss`: a function `(outputs, wanted) -> scalar`. By default the squared error of all outputs, relative to the
-        square of the wanted ones.
+        square of the outputs of the float model.
     - `train`: `"scales"` or `"codes"`.
-    - `passes`: how often to go over the data at most.
-    - `patience`: after how many passes without a better model to stop.
+    - `passes`: the maximal number of passes over the data (epochs).
+    - `patience`: how many passes without a better model to allow before stopping.
     - `optimizer`: an optax optimizer of *relative* changes: of a scale by its size, of a bias by the mean size of its
         array, of a code by ten levels. By default Adam, whose learning rate falls from 0.003 to 0 along a cosine.
     - `progress`: whether to print the loss after each pass.
@@ -95,9 +95,9 @@ def distill(
     `ValueError` if `model` has no quantized arrays, if `float_model` has another structure, without enough batches,
     `passes` or `patience`, or if the loss of the start is not finite.
     """
-    data = _split(model, float_model, batches, held_out, train)
-    trainer = _Trainer(apply, loss, optimizer, passes, patience, len(data.train_on))
-    pairs = _Halves(*([(x, trainer.outputs(float_model, x)) for x in half] for half in data))
+    data = _split_data(model, float_model, batches, held_out, train)
+    trainer = _Trainer(apply, loss, optimizer, passes, patience, len(data.train))
+    pairs = _DataSplit(*([(x, trainer.outputs(float_model, x)) for x in side] for side in data))
     console = Console(quiet=not progress, soft_wrap=True)
     return trainer.train(model, pairs, train == "codes", lambda text: console.print(f"distill: {text}"))
 
@@ -117,11 +117,11 @@ def distill_blocks(
     after_each: Callable[[PyTree], object] | None = None,
     progress: bool = True,
 ) -> PyTree:
-    """Trains a quantized model as [`eqquant.distill`][] does, one block after the other.
+    """Returns a quantized model, trained as by [`eqquant.distill`][], one block at a time.
 
-    Each block learns to return what the same block of the float model returns, given the outputs of the trained blocks
+    Each block learns to match the outputs of the same block of the float model, given the outputs of the trained blocks
     before it. Only one block is differentiated and trained at a time: that takes less memory than the whole model, and
-    the loss says more about the weights of the block. Blocks that are alike, with the same function, share a compiled
+    the loss says more about the weights of the block. Blocks of the same structure and function share a compiled
     program.
 
     !!! Example
@@ -144,11 +144,11 @@ def distill_blocks(
 
     - `model`, `float_model`, `batches`, `held_out`: as for [`eqquant.distill`][].
     - `blocks`: for each block a function that returns its part of a model, as for `equinox.tree_at`, and a function
-        `(part, x) -> x`. The first of these receives a batch, each other what the one before it returned.
+        `(part, x) -> x`. The first function receives a batch, each other one the result of the function before it.
     - `loss`: a function `(outputs, wanted) -> scalar` for the outputs of a block. By default the squared error of all
-        floats, relative to the square of the wanted ones.
+        floats, relative to the square of the floats of the float model.
     - `train`, `passes`, `patience`, `optimizer`: as for [`eqquant.distill`][], for each block.
-    - `after_each`: called after each block with the model, as far as it is trained.
+    - `after_each`: a function that is called with the model after each block.
     - `progress`: whether to print the loss after each pass.
 
     **Returns:**
@@ -159,35 +159,35 @@ def distill_blocks(
 
     As [`eqquant.distill`][].
     """
-    data = _split(model, float_model, batches, held_out, train)
+    data = _split_data(model, float_model, batches, held_out, train)
     inputs, wanted = data, data
     trainers: dict[Apply, _Trainer] = {}
     console = Console(quiet=not progress, soft_wrap=True)
-    for n, (part_of, apply) in enumerate(blocks):
+    for n, (select, apply) in enumerate(blocks):
         if apply not in trainers:
-            trainers[apply] = _Trainer(apply, loss, optimizer, passes, patience, len(data.train_on))
-        trainer, part, float_part = trainers[apply], part_of(model), part_of(float_model)
-        wanted = _Halves(*([trainer.outputs(float_part, x) for x in half] for half in wanted))
+            trainers[apply] = _Trainer(apply, loss, optimizer, passes, patience, len(data.train))
+        trainer, part, float_part = trainers[apply], select(model), select(float_model)
+        wanted = _DataSplit(*([trainer.outputs(float_part, x) for x in side] for side in wanted))
         if any(is_quantized(leaf.value) for leaf in named_leaves(part)):
-            pairs = _Halves(*(list(zip(x, y, strict=True)) for x, y in zip(inputs, wanted, strict=True)))
-            say = lambda text, n=n: console.print(f"distill: block {n + 1} of {len(blocks)}, {text}")
-            part = trainer.train(part, pairs, train == "codes", say)
-            model = eqx.tree_at(part_of, model, part, is_leaf=is_quantized)
-        inputs = _Halves(*([trainer.outputs(part, x) for x in half] for half in inputs))
+            pairs = _DataSplit(*(list(zip(x, y, strict=True)) for x, y in zip(inputs, wanted, strict=True)))
+            log = lambda text, n=n: console.print(f"distill: block {n + 1} of {len(blocks)}, {text}")
+            part = trainer.train(part, pairs, train == "codes", log)
+            model = eqx.tree_at(select, model, part, is_leaf=is_quantized)
+        inputs = _DataSplit(*([trainer.outputs(part, x) for x in side] for side in inputs))
         if after_each is not None:
             after_each(model)
     return model
 
 
-class _Halves(NamedTuple):
-    """Batches, or inputs with the outputs that are wanted: to train on, and to choose the best model by."""
+class _DataSplit(NamedTuple):
+    """Batches, or pairs of inputs and wanted outputs, split into training and validation."""
 
-    train_on: Sequence[PyTree]
-    choose_by: Sequence[PyTree]
+    train: Sequence[PyTree]
+    validation: Sequence[PyTree]
 
 
 class _Trainer:
-    """Compiled steps for one function of a model, or of parts of a model that are alike."""
+    """Compiled training steps for one function of a model, or of blocks of equal structure."""
 
     def __init__(
         self,
@@ -203,74 +203,76 @@ class _Trainer:
         for name, count in (("passes", passes), ("patience", patience)):
             if not count >= 1:
                 raise ValueError(f"`{name}` must be at least 1. Got {count}.")
-        run, measure = apply or (lambda model, batch: jax.vmap(model)(batch)), loss or _relative_error
+        run, loss_fn = apply or (lambda model, batch: jax.vmap(model)(batch)), loss or _relative_error
         optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, passes * batches)) if optimizer is None else optimizer
         self._optimizer, self._passes, self._patience = optimizer, passes, patience
         self.outputs = eqx.filter_jit(run)
 
-        def measure_loss(changes: PyTree, trained: Sequence[PyTree], model: PyTree, *pair: PyTree) -> Array:
+        def compute_loss(changes: PyTree, trained: Sequence[PyTree], model: PyTree, *pair: PyTree) -> Array:
             batch, wanted = pair
             values = [None if part is None else part.value(c) for part, c in zip(trained, changes, strict=True)]
-            return measure(run(_fill(model, values), batch), wanted)
+            return loss_fn(run(_replace_trained(model, values), batch), wanted)
 
         def step(changes: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree, Array]:
-            value, grads = eqx.filter_value_and_grad(measure_loss)(changes, *args)
+            value, grads = eqx.filter_value_and_grad(compute_loss)(changes, *args)
             with jax.numpy_dtype_promotion("standard"):  # optimizers mix dtypes
                 updates, state = optimizer.update(grads, state, changes)
             return eqx.apply_updates(changes, updates), state, value
 
-        self._loss, self._step = eqx.filter_jit(measure_loss), eqx.filter_jit(step)
+        self._loss, self._step = eqx.filter_jit(compute_loss), eqx.filter_jit(step)
 
-    def train(self, model: PyTree, pairs: _Halves, codes: bool, say: Callable[[str], None]) -> PyTree:
-        """Returns the best model that it found, and says what it does."""
-        trained: list[PyTree] = [_as_trained(leaf, codes) for leaf in named_leaves(model)]
+    def train(self, model: PyTree, pairs: _DataSplit, codes: bool, log: Callable[[str], None]) -> PyTree:
+        """Returns the best model, and logs the loss of each pass."""
+        trained: list[PyTree] = [_make_trainable(leaf, codes) for leaf in named_leaves(model)]
         start: PyTree = [None if part is None else part.start() for part in trained]
 
         def held_out_loss(changes: PyTree) -> float:
-            return float(np.mean([float(self._loss(changes, trained, model, *pair)) for pair in pairs.choose_by]))
+            return float(np.mean([float(self._loss(changes, trained, model, *pair)) for pair in pairs.validation]))
 
         changes, state = start, self._optimizer.init(start)
-        best, least, since = start, held_out_loss(start), 0
-        if not np.isfinite(least):
-            raise ValueError(f"The loss must be finite at the start. Got {least} on the held-out batches.")
-        say(f"held-out loss {least:.4g} at the start")
+        best, best_loss, passes_since_best = start, held_out_loss(start), 0
+        if not np.isfinite(best_loss):
+            raise ValueError(f"The loss must be finite at the start. Got {best_loss} on the held-out batches.")
+        log(f"held-out loss {best_loss:.4g} at the start")
         order = np.random.default_rng(0)
         for n in range(self._passes):
             total = 0.0
-            for index in order.permutation(len(pairs.train_on)):
-                changes, state, value = self._step(changes, state, trained, model, *pairs.train_on[index])
+            for index in order.permutation(len(pairs.train)):
+                changes, state, value = self._step(changes, state, trained, model, *pairs.train[index])
                 total += float(value)
-            now, since = held_out_loss(changes), since + 1
-            if now < least:
-                best, least, since = changes, now, 0
-            say(f"pass {n + 1} of {self._passes}, loss {total / len(pairs.train_on):.4g}, held-out {now:.4g}")
-            if since >= self._patience:
+            now, passes_since_best = held_out_loss(changes), passes_since_best + 1
+            if now < best_loss:
+                best, best_loss, passes_since_best = changes, now, 0
+            log(f"pass {n + 1} of {self._passes}, loss {total / len(pairs.train):.4g}, held-out {now:.4g}")
+            if passes_since_best >= self._patience:
                 break
-        # What did not become better stays as it was, to the bit.
+        # Without an improvement, return the model itself, bit for bit.
         if best is start:
             return model
-        return _fill(model, [None if part is None else part.final(c) for part, c in zip(trained, best, strict=True)])
+        return _replace_trained(
+            model, [None if part is None else part.finalize(c) for part, c in zip(trained, best, strict=True)]
+        )
 
 
-def _fill(model: PyTree, values: Sequence[PyTree]) -> PyTree:
-    """Returns a model with other leaves, where there are any."""
+def _replace_trained(model: PyTree, values: Sequence[PyTree]) -> PyTree:
+    """Returns a model with the values that are not `None` in the place of its leaves."""
     leaves = jtu.tree_leaves(model, is_leaf=is_quantized)
     return replace_leaves(model, [x if value is None else value for x, value in zip(leaves, values, strict=True)])
 
 
-def _split(
+def _split_data(
     model: PyTree, float_model: PyTree, batches: Iterable[PyTree], held_out: Iterable[PyTree] | None, train: str
-) -> _Halves:
-    """Returns the batches to train on, and those to choose the best model by. Checks all arguments."""
+) -> _DataSplit:
+    """Checks all arguments, and returns the batches to train on and to validate on."""
     if train not in ("scales", "codes"):
         raise ValueError(f'`train` must be "scales" or "codes". Got {train!r}.')
     data = list(batches)
     if held_out is None:
         held_out, data = data[::5], [batch for n, batch in enumerate(data) if n % 5]
-    choose_by = list(held_out)
-    if not data or not choose_by:
+    validation = list(held_out)
+    if not data or not validation:
         raise ValueError(
-            f"`batches` must hold some to train on, and others to choose by. Got {len(data)} and {len(choose_by)}. "
+            f"`batches` must hold some to train on, and others to choose by. Got {len(data)} and {len(validation)}. "
             "Pass more batches, or some as `held_out`."
         )
     leaves, before = float_leaves(model), float_leaves(float_model)
@@ -280,11 +282,11 @@ def _split(
     if ours != theirs:
         different = abbreviate_list(path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path))
         raise ValueError(f"`float_model` must have the structure of `model`. Got another at {different}.")
-    return _Halves(data, choose_by)
+    return _DataSplit(data, validation)
 
 
-class _TrainedFloats(eqx.Module):
-    """A bias, or a parameter of a normalisation layer."""
+class _TrainableFloats(eqx.Module):
+    """A trainable bias, or a trainable parameter of a normalisation layer."""
 
     x: Array
 
@@ -296,11 +298,11 @@ class _TrainedFloats(eqx.Module):
         size = jnp.where(size > 0, size, 0.01)
         return (self.x.astype(jnp.float32) + change * size).astype(self.x.dtype)
 
-    final = value
+    finalize = value
 
 
-class _TrainedQuantized(eqx.Module):
-    """A quantized array as its codes and scales, one for each value and block."""
+class _TrainableQuantized(eqx.Module):
+    """A trainable quantized array: unpacked codes and scales."""
 
     q: QuantizedArray
     codes: Array
@@ -315,45 +317,45 @@ class _TrainedQuantized(eqx.Module):
         return changes
 
     def _scale(self, changes: dict[str, Array]) -> Array:
-        """Returns scales as they will be stored."""
+        """Returns the scales, rounded to the dtype in which they are stored."""
         if "scale" not in changes:
             return self.q.scale
         scale = self.q.scale * (1 + changes["scale"])
         dtype = self.q.format.scale_dtype
         return value_of(bits_to_scale(scale_to_bits(jax.lax.stop_gradient(scale), dtype), dtype), gradient_of=scale)
 
-    def _levels(self, changes: dict[str, Array]) -> tuple[Array, Array]:
-        """Returns the codes, and their values without zero points, which have the gradient of the changes."""
+    def _decode_codes(self, changes: dict[str, Array]) -> tuple[Array, Array]:
+        """Returns the codes, and their decoded values with a straight-through gradient."""
         format, levels = self.q.format, self.q.format.decode(self.codes)
         if "codes" not in changes:
             return self.codes, levels
-        table, reached = levels_of(format)
-        gap = (table[reached].max() - table[reached].min()) / (reached.sum() - 1)
-        units = levels + changes["codes"] * float(gap * _CODES)
+        table, used = levels_of(format)
+        gap = (table[used].max() - table[used].min()) / (used.sum() - 1)
+        units = levels + changes["codes"] * float(gap * _LEVELS_PER_UNIT)
         codes = format.encode(jax.lax.stop_gradient(units))
         return codes, value_of(format.decode(codes), gradient_of=units)
 
     def value(self, changes: dict[str, Array]) -> Array:
-        q, (_, values) = self.q, self._levels(changes)
+        q, (_, values) = self.q, self._decode_codes(changes)
         dense = dequantize_blocks(values, self._scale(changes), q.zero_point, q.offset, q.format.block_size)
         return logical_order(dense, as_axes(q.axis), q.lengths).astype(q.dtype)
 
-    def final(self, changes: dict[str, Array]) -> QuantizedArray:
-        codes = packing.pack(self._levels(changes)[0], self.q.format.bits)
+    def finalize(self, changes: dict[str, Array]) -> QuantizedArray:
+        codes = packing.pack(self._decode_codes(changes)[0], self.q.format.bits)
         if "scale" not in changes:
             return dataclasses.replace(self.q, codes=codes)
         bits = scale_to_bits(self._scale(changes), self.q.format.scale_dtype)
         return dataclasses.replace(self.q, codes=codes, scale_bits=bits)
 
 
-def _as_trained(leaf: Leaf, codes: bool) -> _TrainedFloats | _TrainedQuantized | None:
-    """Returns a leaf that is trained, or `None` for any other leaf."""
+def _make_trainable(leaf: Leaf, codes: bool) -> _TrainableFloats | _TrainableQuantized | None:
+    """Returns the trainable form of a leaf, or `None` for a leaf that is not trained."""
     x = leaf.value
     if is_quantized(x):
-        part = _TrainedQuantized(x, packing.unpack(x.codes, x.format.bits, row_length(x)), codes)
+        part = _TrainableQuantized(x, packing.unpack(x.codes, x.format.bits, row_length(x)), codes)
         return part if part.start() else None
     if eqx.is_inexact_array(x) and place_reason(leaf) is not None:
-        return _TrainedFloats(x)
+        return _TrainableFloats(x)
     return None
 
 

@@ -21,7 +21,9 @@ FilterSpec = PyTree[bool | Callable[[PyTree], bool]]
 def filter_value_and_grad(
     fun: Callable[..., PyTree] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
 ) -> Callable[..., PyTree]:
-    """Computes the value and the gradients, like `equinox.filter_value_and_grad`, for quantized arrays too.
+    """Computes a value and gradients, of quantized arrays too.
+
+    It is like `equinox.filter_value_and_grad`.
 
     The gradient of a [`eqquant.QuantizedArray`][] is a dense float array of its logical shape and dtype: the gradient
     with respect to the dequantized weight (straight-through). Differentiation does not change the forward pass: it
@@ -72,18 +74,18 @@ def filter_value_and_grad(
                 f"floating point or quantized arrays that `filter_spec` selects. Got none among {len(leaves)} leaves."
             )
         # A quantized array has no float leaf to differentiate, so an extra float leaf receives the gradient of the
-        # weight. Nothing reads its value, so zeros do.
-        diff = [_variable(x) if c else None for x, c in zip(leaves, chosen, strict=True)]
+        # weight. Nothing reads its value, so it is zeros.
+        diff = [_make_variable(x) if c else None for x, c in zip(leaves, chosen, strict=True)]
 
         @ft.partial(eqx.filter_value_and_grad, has_aux=has_aux)
         def call(diff: list[ArrayLike | None]) -> PyTree:
-            merged = [x if d is None else _with_variable(x, d) for x, d in zip(leaves, diff, strict=True)]
+            merged = [x if d is None else _attach_variable(x, d) for x, d in zip(leaves, diff, strict=True)]
             return fun(jtu.tree_unflatten(treedef, merged), *args, **kwargs)
 
         value, grads = call(diff)
-        # In a gradient of a gradient, the outer one put such leaves there too, and needs them in `aux`.
+        # In a gradient of a gradient, the outer call has added such leaves, and needs them in `aux`.
         if has_aux and not any(is_quantized(x) and x.gradient_of is not None for x in leaves):
-            value = (value[0], jtu.tree_map(_without_variable, value[1], is_leaf=is_quantized))
+            value = (value[0], jtu.tree_map(_detach_variable, value[1], is_leaf=is_quantized))
         return value, jtu.tree_unflatten(treedef, grads)
 
     return value_and_grad
@@ -92,8 +94,9 @@ def filter_value_and_grad(
 def filter_grad(
     fun: Callable[..., PyTree] | None = None, *, has_aux: bool = False, filter_spec: FilterSpec | None = None
 ) -> Callable[..., PyTree]:
-    """Computes gradients, like `equinox.filter_grad`, for quantized arrays too. See
-    [`eqquant.filter_value_and_grad`][].
+    """Computes gradients, as `equinox.filter_grad`, for quantized arrays too.
+
+    See [`eqquant.filter_value_and_grad`][].
 
     !!! Example
 
@@ -135,17 +138,17 @@ def _choose_leaves(model: PyTree, spec: FilterSpec | None) -> PyTree[bool]:
     spec = trainable_mask(model) if spec is None else spec
 
     def choose(wanted: PyTree, node: PyTree) -> PyTree[bool]:
-        if is_quantized(wanted):  # a spec from a `tree_map` that mapped the parts of the array
-            wanted = _one_boolean(wanted)
-        wants = wanted if callable(wanted) else lambda _: wanted
+        if is_quantized(wanted):  # from a `tree_map` over the parts of the array
+            wanted = _merge_booleans(wanted)
+        select = wanted if callable(wanted) else lambda _: wanted
         return jtu.tree_map(
-            lambda x: bool(wants(x)) and (is_quantized(x) or eqx.is_inexact_array(x)), node, is_leaf=is_quantized
+            lambda x: bool(select(x)) and (is_quantized(x) or eqx.is_inexact_array(x)), node, is_leaf=is_quantized
         )
 
     return jtu.tree_map(choose, spec, model, is_leaf=is_quantized)
 
 
-def _one_boolean(spec: PyTree) -> bool:
+def _merge_booleans(spec: PyTree) -> bool:
     wanted = {bool(w) for w in jtu.tree_leaves(spec)}
     if len(wanted) != 1:
         raise ValueError(
@@ -155,17 +158,17 @@ def _one_boolean(spec: PyTree) -> bool:
     return wanted.pop()
 
 
-def _variable(x: PyTree) -> ArrayLike:
+def _make_variable(x: PyTree) -> ArrayLike:
     return jnp.zeros(x.shape, x.dtype) if is_quantized(x) else x
 
 
-def _with_variable(x: PyTree, variable: ArrayLike) -> PyTree:
+def _attach_variable(x: PyTree, variable: ArrayLike) -> PyTree:
     if not is_quantized(x):
         return variable
     source = memory_order(jnp.asarray(variable), as_axes(x.axis))
-    # In a gradient of a gradient the array already has such a leaf, which must receive its gradient too.
+    # In a gradient of a gradient the array already has such a leaf. It must receive its gradient too.
     return dataclasses.replace(x, gradient_of=source if x.gradient_of is None else x.gradient_of + source)
 
 
-def _without_variable(x: PyTree) -> PyTree:
+def _detach_variable(x: PyTree) -> PyTree:
     return dataclasses.replace(x, gradient_of=None) if is_quantized(x) else x

@@ -15,10 +15,10 @@ from jaxtyping import Array, PRNGKeyArray
 from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import as_method, check_finite, MethodLike
 from .._array.quantize import requantize_like
-from .._errors import teach_keywords
+from .._errors import suggest_keywords
 from .._mesh import full_spec, place
 from .._numerics.axes import as_axes
-from .._tree.leaves import identity, Leaf
+from .._tree.leaves import identity_key, Leaf
 from .._tree.placement import current_sharding
 from .._tree.select import (
     check_order,
@@ -44,13 +44,13 @@ from .._wrappers.simulated import FakeQuantizedArray
 # The key type of `Mapping` is invariant, so the union needs each kind of key.
 Ranks = int | Mapping[str, int | None] | Mapping[re.Pattern[str], int | None] | Mapping[Pattern, int | None]
 
-# Below this share of what the factors add, a merged model is near its base.
-_KEPT = 0.25
+# Warn if a merge retains less than this share of the change by the factors.
+_MIN_RETAINED = 0.25
 
 _BY_PATH = 'Write ranks by path: `rank={"*.attention.*": 8, "head": None}`.'
 
 
-@teach_keywords(
+@suggest_keywords(
     **dict.fromkeys(
         ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern"), _BY_PATH
     ),
@@ -67,12 +67,13 @@ def loraify(
     where: Where | None = None,
     key: PRNGKeyArray,
 ) -> PyTree:
-    r"""Adds trainable low-rank factors to the weights of a model, and freezes the weights. The model keeps its class.
+    r"""Returns a model with trainable low-rank factors (LoRA) beside frozen weights.
 
-    Each weight $W$ becomes a [`eqquant.arrays.LoraArray`][], with the value $W + \frac{\alpha}{r} B A$. $A$ starts with
-    uniform values of variance $1 / 3n$ for $n$ inputs, and $B$ with zeros, so the outputs of the model do not change at
-    first. For a model quantized with `NF4(double_quant=True)`, this is QLoRA. All other leaves are frozen too,
-    including biases and norms, unless you set them in the mask ([`eqquant.trainable_mask`][]).
+    The model keeps its class. Each weight $W$ becomes a [`eqquant.arrays.LoraArray`][], with the value $W +
+    \frac{\alpha}{r} B A$. $A$ starts with uniform values of variance $1 / 3n$ for $n$ inputs, and $B$ with zeros, so
+    the outputs of the model do not change at first. For a model quantized with `NF4(double_quant=True)`, this is QLoRA.
+    All other leaves are frozen too, including biases and norms, unless you set them in the mask
+    ([`eqquant.trainable_mask`][]).
 
     !!! Example
 
@@ -97,10 +98,10 @@ def loraify(
     **Arguments:**
 
     - `model`: any pytree.
-    - `rank`: $r$, the number of columns of $B$ and of rows of $A$. A weight with fewer inputs or outputs gets as many
-        as these, with the same scale $\alpha / r$. Or a mapping `{pattern: rank or None}`, where the first pattern
-        that matches the path of a weight, or of a layer that holds it, wins; `None` gives a weight no factors, and so
-        does no match. Patterns are those of [`eqquant.quantize_tree`][].
+    - `rank`: $r$, the number of columns of $B$ and of rows of $A$. It is at most the number of inputs and of outputs of
+        a weight, with the same scale $\alpha / r$. Or a mapping `{pattern: rank or None}`, where the first pattern that
+        matches the path of a weight, or of a layer that holds it, wins; `None` gives a weight no factors, and so does
+        no match. Patterns are those of [`eqquant.quantize_tree`][].
     - `alpha`: $\alpha$, the numerator of the scale.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By
         default, every quantized array; or, if the model has none, every weight that [`eqquant.quantize_tree`][] would
@@ -123,7 +124,7 @@ def loraify(
         model,
         where,
         ineligible=_ineligible_reason,
-        skip=_default_skip(model) if where is None else lambda leaf: None,
+        skip=_make_default_skip(model) if where is None else lambda leaf: None,
         kind="weights of two or more dimensions",
         is_leaf=is_leaf,
     )
@@ -134,13 +135,13 @@ def loraify(
             f"({show_refusals(selections)}). `where=` selects others."
         )
     keys = {leaf.path: k for (leaf, _), k in zip(selections, jr.split(key, len(selections)), strict=True)}
-    adapt = lambda leaf: _adapt(leaf, ranks[leaf.path], alpha, keys[leaf.path])
-    same = lambda leaf: (identity(leaf.value), convolved_axes(leaf))
-    return replace_selected(model, selections, adapt, is_leaf, same)
+    add_factors = lambda leaf: _add_factors(leaf, ranks[leaf.path], alpha, keys[leaf.path])
+    group_key = lambda leaf: (identity_key(leaf.value), convolved_axes(leaf))
+    return replace_selected(model, selections, add_factors, is_leaf, group_key)
 
 
 def _choose_ranks(rank: Ranks, selections: Sequence[Selection]) -> tuple[list[Selection], dict[str, int]]:
-    """Returns the rank of each selected leaf, by path; leaves without a rank are no longer selected."""
+    """Returns the selection without leaves that get no rank, and the rank of each, by path."""
     leaves = [leaf for leaf, _ in selections]
     rules = {_match_layers(p, leaves): r for p, r in rank.items()} if isinstance(rank, Mapping) else {}
     for r in rules.values() if rules else [rank]:
@@ -161,15 +162,15 @@ def _choose_ranks(rank: Ranks, selections: Sequence[Selection]) -> tuple[list[Se
 
 
 def _match_layers(pattern: Pattern, leaves: Sequence[Leaf]) -> Pattern:
-    """Returns a pattern of weights: one that matches no weight, but what holds weights, matches all within."""
+    """Returns a pattern of weights. A pattern of a layer becomes one of all weights inside."""
     if not isinstance(pattern, str) or any(matches(pattern, leaf) for leaf in leaves):
         return pattern
-    within = f"{pattern}.*"
-    return within if any(matches(within, leaf) for leaf in leaves) else pattern
+    pattern_inside = f"{pattern}.*"
+    return pattern_inside if any(matches(pattern_inside, leaf) for leaf in leaves) else pattern
 
 
-def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
-    """Returns a function that says why a leaf gets no factors by default, or `None` for a leaf that does.
+def _make_default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
+    """Returns a function from a leaf to the reason why it gets no factors by default.
 
     By default quantized weights get factors, or every weight if none is quantized.
     """
@@ -186,7 +187,9 @@ def _default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
 
 
 def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None = None) -> PyTree:
-    """Merges low-rank factors into their weights. The inverse of [`eqquant.loraify`][].
+    """Returns a model with low-rank factors merged into their weights.
+
+    The inverse of [`eqquant.loraify`][].
 
     !!! Example
 
@@ -199,16 +202,16 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None 
         model = eqq.merge_lora(model, method=eqq.GPTQ(stats))  # keeps more of what short training gained
         ```
 
-    A code moves only if the factors change its value by about half a step. After a short run few do, and rounding loses
-    most of what the factors learned: then a warning says how much of it is left.
+    A code changes only if the factors change its value by about half a step. After a short training few do, and
+    rounding loses most of the change: a warning says how much of it remains.
 
     **Arguments:**
 
     - `model`: any pytree with factors.
     - `dense`: whether to return dense arrays for quantized weights. Otherwise quantizes the sum to the same format,
         which rounds again.
-    - `method`: how the codes of the sum are found: [`eqquant.AbsMax`][] unless given. Pass the one that the base was
-        quantized with, or one with statistics, as above: they are found by the path of the weight.
+    - `method`: the method that chooses the codes of the sum, by default [`eqquant.AbsMax`][]. Pass the method that
+        quantized the base, or one with statistics, as above. Statistics are found by the path of the weight.
 
     **Returns:**
 
@@ -217,13 +220,13 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None 
     **Raises:**
 
     `ValueError` if the model has no factors, if `method` lacks the statistics of a weight, or, outside `jit`, if a sum
-    is not finite. Warns, outside `jit`, if rounding keeps less than a quarter of what the factors add, unless `method`
-    has statistics.
+    is not finite. Warns, outside `jit`, if rounding keeps less than a quarter of the change by the factors, unless
+    `method` has statistics.
     """
-    found_by = as_method(method)
-    kept: list[tuple[float, float]] = []
-    is_adapted = lambda x: isinstance(x, LoraArray)
-    selections = select_nodes(model, is_adapted)
+    chosen_method = as_method(method)
+    projections: list[tuple[float, float]] = []
+    has_factors = lambda x: isinstance(x, LoraArray)
+    selections = select_nodes(model, has_factors)
     if all(reason is not None for _, reason in selections):
         raise ValueError("`merge_lora` needs a model with factors. Got none. `loraify` makes them.")
 
@@ -232,33 +235,33 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None 
         check_finite(merged, leaf.path)
         if dense or not isinstance(base, QuantizedArray):
             return merged
-        own = found_by.for_leaf(leaf.path)
-        own.check(leaf.path, base.shape, as_axes(base.axis))
-        new = requantize_like(base, merged, method=own)
-        # Factors that add nothing leave every code as it was: formats may round their own values to others.
+        leaf_method = chosen_method.for_leaf(leaf.path)
+        leaf_method.check(leaf.path, base.shape, as_axes(base.axis))
+        new = requantize_like(base, merged, method=leaf_method)
+        # Zero factors leave every code unchanged: a format may not round its own values to themselves.
         changes = (leaf.value.delta() != 0).any()
         new = jtu.tree_map(lambda new, old: jnp.where(changes, new, old), new, base)
-        if found_by.inputs is None and not isinstance(changes, jax.core.Tracer) and changes:
-            kept.append(_projection(new.dequantize(), base.dequantize(), merged))
+        if chosen_method.inputs is None and not isinstance(changes, jax.core.Tracer) and changes:
+            projections.append(_project_merge(new.dequantize(), base.dequantize(), merged))
         return new
 
-    result = replace_selected(model, selections, merge, is_adapted)
-    if kept:
-        _warn_of_lost_factors(sum(part for part, _ in kept) / sum(whole for _, whole in kept))
+    result = replace_selected(model, selections, merge, has_factors)
+    if projections:
+        _warn_of_lost_factors(sum(part for part, _ in projections) / sum(whole for _, whole in projections))
     return result
 
 
-def _projection(merged: Array, base: Array, exact: Array) -> tuple[float, float]:
-    """Returns how far a merge moves a weight in the direction of its factors, and how far they do, both squared."""
+def _project_merge(merged: Array, base: Array, exact: Array) -> tuple[float, float]:
+    """Returns the dot products of the factors' change with the merged change, and with itself."""
     merged, base, exact = (x.astype(jnp.float32) for x in (merged, base, exact))
     added = exact - base
     return float(jnp.vdot(merged - base, added)), float(jnp.vdot(added, added))
 
 
-def _warn_of_lost_factors(kept: float) -> None:
-    if kept < _KEPT:
+def _warn_of_lost_factors(share: float) -> None:
+    if share < _MIN_RETAINED:
         warnings.warn(
-            f"Rounding keeps {max(kept, 0):.0%} of what the factors add, so the merged model is near its base. Keep "
+            f"Rounding keeps {max(share, 0):.0%} of what the factors add, so the merged model is near its base. Keep "
             "the factors apart, merge with `dense=True`, or collect statistics of the dense merge, "
             "`stats = eqq.calibrate.collect_stats(eqq.merge_lora(model, dense=True), batches, gram=True)`, and call "
             "`eqq.merge_lora(model, method=eqq.GPTQ(stats))`.",
@@ -281,20 +284,20 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
     return "it has one dimension" if leaf.value.ndim < 2 else None
 
 
-def _adapt(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> LoraArray:
+def _add_factors(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> LoraArray:
     w = leaf.value
-    # The input axes are those of the layer, one or for a convolution several, whichever axes blocks run along.
+    # The input axes of the layer, several for a convolution, whichever axes blocks run along.
     in_ndim = len(convolved_axes(leaf) or (-1,))
     *batch, out = w.shape[: w.ndim - in_ndim]
     inputs = w.shape[w.ndim - in_ndim :]
-    capped = min(rank, out, math.prod(inputs))
+    leaf_rank = min(rank, out, math.prod(inputs))
     bound = 1 / math.sqrt(math.prod(inputs))
-    a = jr.uniform(key, (*batch, capped, *inputs), jnp.float32, -bound, bound)
-    b = jnp.zeros((*batch, out, capped), jnp.float32)
+    a = jr.uniform(key, (*batch, leaf_rank, *inputs), jnp.float32, -bound, bound)
+    b = jnp.zeros((*batch, out, leaf_rank), jnp.float32)
     if (sharding := current_sharding(w)) is not None:
         # Each factor is sharded like its side of the weight.
         entries = full_spec(sharding, w.ndim).spec
         batch_entries, out_entry, in_entries = entries[: len(batch)], entries[len(batch)], entries[len(batch) + 1 :]
         on_mesh = lambda *entries: NamedSharding(sharding.mesh, PartitionSpec(*entries))
         a, b = place((a, b), (on_mesh(*batch_entries, None, *in_entries), on_mesh(*batch_entries, out_entry, None)))
-    return LoraArray(w, a, b, float(alpha * capped / rank), in_ndim)  # the scale stays `alpha / rank`
+    return LoraArray(w, a, b, float(alpha * leaf_rank / rank), in_ndim)  # the scale stays `alpha / rank`

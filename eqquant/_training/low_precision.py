@@ -1,11 +1,11 @@
-"""Training in low precision: products of codes, forward and backward, of float weights."""
+"""Low-precision training: float weights whose products multiply codes, also backward."""
 
 import jax.numpy as jnp
 
 from .._array.array import is_quantized
 from .._formats import FP8
 from .._formats.base import AbstractFormat, as_format, has_offsets, has_one_scale, has_zero_points
-from .._mesh import follow
+from .._mesh import move_to_mesh
 from .._tree.leaves import key_name, Leaf
 from .._tree.placement import current_sharding, replicated_sharding
 from .._tree.select import replace_selected, select_leaves, show_refusals, Where
@@ -26,12 +26,12 @@ def low_precision_training(
     stochastic: bool = True,
     delayed: bool = False,
 ) -> PyTree:
-    r"""Makes the products of a model run in low precision, in the forward and in the backward pass.
+    r"""Returns a model whose products run in low precision, forward and backward.
 
-    The weights stay floats, and train as before, in any loop: the optimizer changes these floats. But each of the
-    three products of a layer, $x W^\top$, $\mathrm d y\, W$ and $\mathrm d y^\top x$, rounds both operands, and
-    multiplies codes with codes. Each product computes its own scales, along the axis that it sums over; or with
-    `delayed`, takes one for each operand from the steps before.
+    The weights stay floats, and train as before, in any loop: the optimizer changes these floats. But each of the three
+    products of a layer, $x W^\top$, $\mathrm d y\, W$ and $\mathrm d y^\top x$, rounds both operands, and multiplies
+    codes with codes. Each product computes its own scales (current scaling) along the axis that it sums over; with
+    `delayed`, it takes one per operand from earlier steps.
 
     !!! Example
 
@@ -54,21 +54,20 @@ def low_precision_training(
     **Arguments:**
 
     - `model`: any pytree.
-    - `forward`: the format of inputs and weights, or its lower-case name. Its block size says what shares a scale:
-        with `None` a row, that is one example, or one output; with `"tensor"` a whole operand, all examples together;
-        with a number, as many values along the sum.
-    - `gradient`: the format of the gradients of outputs. By default that of `forward`; for e4m3 it is e5m2, which has
-        more range.
-    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By
-        default every weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions. A
-        quantized weight is dequantized and rounded again; with low-rank factors, their base is meant. Select the
-        table of an embedding only if the model multiplies by it too: a lookup stays as it is.
+    - `forward`: the format of inputs and weights, or its lower-case name. With `block_size=None` scales are per token
+        and per channel; with `"tensor"` per tensor; with a number per group along the sum.
+    - `gradient`: the format of the gradients of outputs. By default the same as `forward`; for e4m3 it is e5m2, which
+        has more range.
+    - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By default
+        every weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions. A quantized
+        weight is dequantized and rounded again; of a weight with low-rank factors, the base is rounded. Select the
+        table of an embedding only if the model multiplies by it too: lookups stay unchanged.
     - `stochastic`: whether gradients are rounded at random, up or down, so that their mean is exact. The randomness
         comes from the bits of the gradient itself: no key is needed, and runs repeat bit for bit. `False` rounds to
         the nearest code, which takes less time.
-    - `delayed`: whether scales follow from the largest magnitudes of earlier steps: *delayed scaling*. Wrap the
-        optimizer in [`eqquant.delayed_scaling`][], which keeps them. Each operand has one scale, whether the block size
-        is `"tensor"` or `None`; formats with blocks or zero points have no delayed scales.
+    - `delayed`: whether scales follow from the amax of earlier steps: *delayed scaling*. Wrap the optimizer in
+        [`eqquant.delayed_scaling`][], which keeps the history. Each operand has one scale, whether the block size is
+        `"tensor"` or `None`; formats with blocks or zero points have no delayed scales.
 
     **Returns:**
 
@@ -78,9 +77,8 @@ def low_precision_training(
     **Raises:**
 
     `ValueError` if nothing is selected, for an unknown format name, or for a format that has no delayed scales;
-    `TypeError` if `where` selects an array that is
-    not floating point, has fewer than two dimensions, belongs to a convolution, or multiplies otherwise already. The
-    message names the leaf.
+    `TypeError` if `where` selects an array that is not floating point, has fewer than two dimensions, belongs to a
+    convolution, or is in a wrapper that changes its products. The message names the leaf.
     """
     forward = as_format(forward, "forward")
     gradient = _default_gradient(forward) if gradient is None else as_format(gradient, "gradient")
@@ -97,18 +95,18 @@ def low_precision_training(
 
     def wrap(leaf: Leaf) -> LowPrecisionArray:
         x = leaf.value
-        # Zeros are no magnitudes: the first products take the current ones.
+        # Zeros mean no amax yet: the first products use the current one.
         amax = jnp.zeros((*x.shape[:-2], 3), jnp.float32) if delayed else None
         # On the mesh of the weight, or the second step would compile again.
         return LowPrecisionArray(
-            x, forward, gradient, stochastic, follow(amax, replicated_sharding(current_sharding(x)))
+            x, forward, gradient, stochastic, move_to_mesh(amax, replicated_sharding(current_sharding(x)))
         )
 
     return replace_selected(model, selections, wrap)
 
 
 def _default_gradient(forward: AbstractFormat) -> AbstractFormat:
-    """Returns the format of gradients that suits a format of values."""
+    """Returns the default format of gradients for a forward format."""
     if isinstance(forward, FP8) and forward.kind == "e4m3":
         return FP8("e5m2", forward.block_size)
     return forward

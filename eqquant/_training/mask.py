@@ -1,4 +1,4 @@
-"""The mask of the leaves that training changes, and optimizers that change no others."""
+"""The mask of trainable leaves, and optimizers that change only these."""
 
 from typing import TYPE_CHECKING
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     import optax  # imported on first use: it takes as long to import as this package
 
 
-_AMAX = object()  # stands for the amax of delayed scaling, which change whatever else is frozen
+_AMAX = object()  # marks the amax of delayed scaling, which is never frozen
 
 
 def trainable_mask(tree: PyTree) -> PyTree[bool]:
-    """Returns the mask of the leaves that training changes.
+    """Returns the mask of the trainable leaves.
 
     In a model with low-rank factors ([`eqquant.loraify`][]), it selects only the factors. In any other model, it
-    selects every floating point array and every quantized array. What [`eqquant.delayed_scaling`][] changes it always
-    selects.
+    selects every floating point array and every quantized array. It always selects the amax of
+    [`eqquant.delayed_scaling`][].
 
     !!! Example
 
@@ -42,28 +42,28 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     The tree with a boolean for each leaf. A [`eqquant.QuantizedArray`][] is one leaf, so the mask is a prefix of the
     tree. Pass it to `equinox.partition`, `equinox.filter`, `optax.masked` or [`eqquant.filter_grad`][].
     """
-    # What is stored in an array that maps or rounds its inputs trains as if it stood alone.
+    # The array inside a wrapper trains as if there were no wrapper.
     is_leaf = lambda x: isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractWrapper)
     nodes, treedef = jtu.tree_flatten(map_amax(lambda _: _AMAX, tree), is_leaf=is_leaf)
-    adapted = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
+    has_factors = any(isinstance(x, AbstractArrayValue) and x.frozen for x in nodes)
 
     def mask(x: PyTree) -> PyTree[bool]:
         if x is _AMAX:
             return True
         if is_quantized(x):
-            return not adapted
+            return not has_factors
         if not isinstance(x, AbstractArrayValue):
-            return eqx.is_inexact_array(x) and not adapted
-        if adapted and not x.frozen:
+            return eqx.is_inexact_array(x) and not has_factors
+        if has_factors and not x.frozen:
             return False
-        trains = lambda path, leaf: leaf is _AMAX or path[0].name not in x.frozen and eqx.is_inexact_array(leaf)
-        return jtu.tree_map_with_path(trains, x, is_leaf=is_quantized)
+        is_trained = lambda path, leaf: leaf is _AMAX or path[0].name not in x.frozen and eqx.is_inexact_array(leaf)
+        return jtu.tree_map_with_path(is_trained, x, is_leaf=is_quantized)
 
     return jtu.tree_unflatten(treedef, [mask(x) for x in nodes])
 
 
 def train_only(optimizer: "optax.GradientTransformation", mask: PyTree[bool]) -> "optax.GradientTransformation":
-    """Makes an optimizer that changes only the leaves that a mask selects.
+    """Returns an optimizer that changes only the leaves that a mask selects.
 
     As `optax.masked`, but every other leaf gets an update of zero. `optax.masked` passes on the gradients of other
     leaves as updates: with a gradient of the whole model, as `equinox.filter_value_and_grad` returns it, biases and

@@ -1,4 +1,4 @@
-"""Training quantized weights: an optax wrapper that updates float masters and quantizes them again."""
+"""An optax wrapper that updates float masters of quantized weights, and requantizes them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, TYPE_CHECKING
@@ -14,7 +14,7 @@ from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, UInt32
 from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import as_method, MethodLike
 from .._array.quantize import requantize_like
-from .._mesh import follow
+from .._mesh import move_to_mesh
 from .._methods import AbstractMethod
 from .._tree.leaves import abbreviate_list, DenseArray, float_leaves, Leaf, named_leaves, replace_leaves
 from .._tree.placement import replicated_sharding
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import optax  # imported on first use: it takes as long to import as this package
 
 
-# The path and the value of each leaf, `None` if it is not trained; and the master of each, if it has one.
-Trained = Sequence[tuple[str, PyTree]]
+# The path of each leaf, with its value, or `None` if it is not trained; and the master of each leaf, or `None`.
+TrainedLeaves = Sequence[tuple[str, PyTree]]
 Masters = Sequence[Array | np.ndarray | None]
 
 
@@ -39,7 +39,7 @@ class FloatMastersState(NamedTuple):
     - `inner_state`: the state of the wrapped optimizer, for the masters and the float parameters.
     - `key_data`: the data of the key for stochastic rounding at the next step, or `None`.
 
-    **Arguments:** the three above. `init` makes the state; do not make it by hand.
+    **Arguments:** the three above. `init` returns the state; do not construct it yourself.
     """
 
     masters: PyTree
@@ -55,7 +55,7 @@ def float_masters(
     key: PRNGKeyArray | None = None,
     method: MethodLike | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
-    """Trains quantized weights with any optax optimizer: quantization-aware training.
+    """Returns an optimizer that trains quantized weights: quantization-aware training (QAT).
 
     Each quantized weight has a float master in the optimizer's state. A step updates the masters with the wrapped
     optimizer (weight decay applies to the masters too), quantizes them, and returns the difference from the codes and
@@ -124,25 +124,25 @@ def float_masters(
         key_data = None if key is None else jr.key_data(key)
         if not leaves:  # `optax.tree_map_params` passes a placeholder to find the parameters in the state
             return FloatMastersState(params, inner.init(params), key_data)
-        start = _start_masters(leaves, masters, jnp.dtype(dtype))
+        start = _init_masters(leaves, masters, jnp.dtype(dtype))
         if all(m is None for m in start):
             raise ValueError(_nothing_message(params, leaves))
-        inner_state = inner.init(replace_leaves(params, _logical(start, leaves)))
+        inner_state = inner.init(replace_leaves(params, _list_logical(start, leaves)))
         sharding = next(
             (s for _, q in leaves if is_quantized(q) and (s := replicated_sharding(q.sharding)) is not None), None
         )
         # Counters are on the mesh too, or the second step would compile again.
-        inner_state, key_data = follow((inner_state, key_data), sharding)
+        inner_state, key_data = move_to_mesh((inner_state, key_data), sharding)
         return FloatMastersState(replace_leaves(params, start), inner_state, key_data)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: PyTree
     ) -> tuple[PyTree, FloatMastersState]:
-        check_given(params, "float_masters")
+        check_params(params, "float_masters")
         leaves = _find_trained(params)
         old = _flatten_masters(params, leaves, state)
         grads = _flatten_gradients(params, leaves, updates, old)
-        logical = replace_leaves(params, _logical(old, leaves))
+        logical = replace_leaves(params, _list_logical(old, leaves))
         steps, inner_state = inner.update(replace_leaves(params, grads), state.inner_state, logical, **extra_args)
         steps = _flatten_like(params, steps)
         new = [None if m is None else m + s.astype(m.dtype) for m, s in zip(old, steps, strict=True)]
@@ -152,11 +152,15 @@ def float_masters(
 
         key_data, keys = state.key_data, [None] * len(new)
         if key is not None and key_data is not None:
-            first, *keys = jr.split(jr.wrap_key_data(key_data, impl=jr.key_impl(key)), len(new) + 1)
-            key_data = jr.key_data(first)
+            next_key, *keys = jr.split(jr.wrap_key_data(key_data, impl=jr.key_impl(key)), len(new) + 1)
+            key_data = jr.key_data(next_key)
         whole = _flatten_like(params, params)
         out = [
-            _difference(x, m, k, method.for_leaf(path)) if m is not None else _zero_update(p) if x is None else s
+            _compute_code_update(x, m, k, method.for_leaf(path))
+            if m is not None
+            else _zero_update(p)
+            if x is None
+            else s
             for p, (path, x), m, s, k in zip(whole, leaves, new, steps, keys, strict=True)
         ]
         return replace_leaves(params, out), FloatMastersState(replace_leaves(params, new), inner_state, key_data)
@@ -165,7 +169,9 @@ def float_masters(
 
 
 def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
-    """Adds updates to a model, like `equinox.apply_updates`, and rejects those that would break a quantized array.
+    """Returns the model with updates added, like `equinox.apply_updates`.
+
+    It rejects updates that would break a quantized array.
 
     !!! Example
 
@@ -208,7 +214,7 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
                 "optimizer in `eqq.float_masters`, which keeps the float array that such an update belongs to. If this "
                 f"leaf is to be frozen: {_TO_FREEZE}"
             )
-        return jtu.tree_map(lambda part, by: _add(path, part, by, is_quantized(x)), x, step)
+        return jtu.tree_map(lambda part, step: _add_update(path, part, step, is_quantized(x)), x, step)
 
     return replace_leaves(model, map(apply, named_leaves(model), steps, mask))
 
@@ -218,7 +224,7 @@ _TO_FREEZE = "put `optax.masked` around `eqq.float_masters`, and give its mask t
 
 
 def as_optimizer(optimizer: object) -> "optax.GradientTransformationExtraArgs":
-    """Converts an optax optimizer to one that takes extra arguments. Raises if it is not an optax optimizer."""
+    """Returns an optax optimizer that takes extra arguments. Raises for any other object."""
     import optax
 
     if isinstance(optimizer, optax.MultiSteps):
@@ -232,22 +238,25 @@ def as_optimizer(optimizer: object) -> "optax.GradientTransformationExtraArgs":
     return optax.with_extra_args_support(optimizer)
 
 
-def check_given(params: PyTree | None, wrapper: str) -> None:
+def check_params(params: PyTree | None, wrapper: str) -> None:
     """Raises if the update of a wrapped optimizer got no parameters."""
     if params is None:
         raise ValueError(f"`{wrapper}` needs the parameters. Got none. Call `optim.update(grads, state, model)`.")
 
 
 def _flatten_like(like: PyTree, tree: PyTree, rule: str = "") -> list[PyTree]:
-    """Returns the part of a tree for each leaf of another. Raises with a rule if it has another structure."""
+    """Returns the part of `tree` for each leaf of `like`.
+
+    Raises an error that begins with `rule` if the structures differ.
+    """
     try:
         return jtu.tree_structure(like, is_leaf=is_quantized).flatten_up_to(tree)
     except ValueError as e:
         raise ValueError(f"{rule} {e}") from None
 
 
-def _find_trained(params: PyTree) -> Trained:
-    """Returns the path and the value of every leaf, with the value `None` if the leaf is not trained."""
+def _find_trained(params: PyTree) -> TrainedLeaves:
+    """Returns the path of every leaf, with its value, or `None` if it is not trained."""
     mask = jtu.tree_map(
         lambda m, node: jtu.tree_map(lambda _: m, node, is_leaf=is_quantized), trainable_mask(params), params
     )
@@ -264,12 +273,12 @@ def _find_trained(params: PyTree) -> Trained:
     return leaves
 
 
-def _logical(masters: Masters, leaves: Trained) -> list[PyTree]:
-    """Returns what the wrapped optimizer sees: masters, and float parameters."""
+def _list_logical(masters: Masters, leaves: TrainedLeaves) -> list[PyTree]:
+    """Returns the parameters of the wrapped optimizer: masters, and float parameters."""
     return [x if m is None else m for m, (_, x) in zip(masters, leaves, strict=True)]
 
 
-def _nothing_message(params: PyTree, leaves: Trained) -> str:
+def _nothing_message(params: PyTree, leaves: TrainedLeaves) -> str:
     frozen = any(is_quantized(x) for x in jtu.tree_leaves(params, is_leaf=is_quantized))
     remedy = (
         "Weights with low-rank factors are frozen: train the factors with `optax.masked(optimizer, "
@@ -283,15 +292,15 @@ def _nothing_message(params: PyTree, leaves: Trained) -> str:
     )
 
 
-def _start_masters(leaves: Trained, masters: PyTree | None, dtype: np.dtype) -> Masters:
-    """Returns the masters at the start: the given ones, or the dequantized arrays."""
+def _init_masters(leaves: TrainedLeaves, masters: PyTree | None, dtype: np.dtype) -> Masters:
+    """Returns the initial masters: from `masters`, or the dequantized arrays."""
     if masters is None:
         # In float32, whatever the logical dtype: masters rounded to less precision would quantize to other codes.
         return [x.astype(jnp.float32).dequantize().astype(dtype) if is_quantized(x) else None for _, x in leaves]
     is_leaf = lambda x: is_quantized(x) or isinstance(x, FakeQuantizedArray)
-    given = float_leaves(masters, is_leaf)
-    given = {path: x.master if isinstance(x, FakeQuantizedArray) else x for path, x in given.items()}
-    return [_copy_master(path, q, given.get(path), dtype) if is_quantized(q) else None for path, q in leaves]
+    float_params = float_leaves(masters, is_leaf)
+    float_params = {path: x.master if isinstance(x, FakeQuantizedArray) else x for path, x in float_params.items()}
+    return [_copy_master(path, q, float_params.get(path), dtype) if is_quantized(q) else None for path, q in leaves]
 
 
 def _copy_master(path: str, q: QuantizedArray, master: PyTree, dtype: np.dtype) -> Float[Array, "..."]:
@@ -302,11 +311,11 @@ def _copy_master(path: str, q: QuantizedArray, master: PyTree, dtype: np.dtype) 
         )
     if tuple(master.shape) != q.shape:
         raise ValueError(f"`masters` must have the shapes of the model. Got {master.shape} for {path}, of {q.shape}.")
-    # A copy, so that both the model and the state can be donated to `jit`.
-    master = follow(jnp.array(master, dtype), q.sharding)
+    # Copy, so that both the model and the state can be donated to `jit`.
+    master = move_to_mesh(jnp.array(master, dtype), q.sharding)
     if not any(isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in (q.codes, master)):
         with jax.ensure_compile_time_eval():  # the arrays are concrete, though `init` may run under `jit`
-            distance, length = _distance(q, master)
+            distance, length = _measure_distances(q, master)
             if distance > length:
                 raise ValueError(
                     f"`masters` must be what the model was quantized from. Got another array for {path}: it is further "
@@ -316,7 +325,7 @@ def _copy_master(path: str, q: QuantizedArray, master: PyTree, dtype: np.dtype) 
 
 
 @jax.jit
-def _distance(q: QuantizedArray, master: Float[Array, "..."]) -> tuple[Array, Array]:
+def _measure_distances(q: QuantizedArray, master: Float[Array, "..."]) -> tuple[Array, Array]:
     """Returns the squared distances of a master from the dequantized array and from zero.
 
     Unlike a comparison of codes, it tolerates other scales and stochastic rounding.
@@ -325,7 +334,7 @@ def _distance(q: QuantizedArray, master: Float[Array, "..."]) -> tuple[Array, Ar
     return jnp.sum(jnp.square(dense - master)), jnp.sum(jnp.square(master))
 
 
-def _flatten_masters(params: PyTree, leaves: Trained, state: PyTree) -> Masters:
+def _flatten_masters(params: PyTree, leaves: TrainedLeaves, state: PyTree) -> Masters:
     remedy = "Make it with `state = optim.init(model)`."
     if not isinstance(state, FloatMastersState):
         raise ValueError(f"`float_masters` needs the state that its `init` returns. Got {_describe(state)}. {remedy}")
@@ -339,8 +348,8 @@ def _flatten_masters(params: PyTree, leaves: Trained, state: PyTree) -> Masters:
     return masters
 
 
-def _flatten_gradients(params: PyTree, leaves: Trained, grads: PyTree, masters: Masters) -> list[PyTree]:
-    """Returns the gradients, in the dtypes of the masters. Raises if one is missing or has another shape."""
+def _flatten_gradients(params: PyTree, leaves: TrainedLeaves, grads: PyTree, masters: Masters) -> list[PyTree]:
+    """Returns the gradients, in the dtypes of the masters. Raises if one does not fit."""
     rule = (
         "Gradients must have the structure of the parameters, with a float array for each quantized one, as "
         "`eqq.filter_grad` returns them."
@@ -364,32 +373,34 @@ def _flatten_gradients(params: PyTree, leaves: Trained, grads: PyTree, masters: 
     return out
 
 
-def _difference(
+def _compute_code_update(
     q: QuantizedArray, master: Float[Array, "..."], key: PRNGKeyArray | None, method: AbstractMethod
 ) -> QuantizedArray:
-    """Returns the difference that, added to the codes and scales of `q` (modulo the range of each integer), gives those
-    of the master."""
+    """Returns the update of the codes and scales of `q` that quantizes the master.
+
+    Integers wrap around, so that adding it is exact.
+    """
     return jtu.tree_map(lambda new, old: new - old, requantize_like(q, master, key, method), q)
 
 
-def _add(path: str, x: PyTree, by: PyTree, codes: bool) -> PyTree:
+def _add_update(path: str, x: PyTree, step: PyTree, codes: bool) -> PyTree:
     if not isinstance(x, (jax.Array, np.ndarray, np.generic)):  # a Python number
-        return x + by
-    if codes and by.dtype != x.dtype:
+        return x + step
+    if codes and step.dtype != x.dtype:
         raise ValueError(
-            f"The update of codes must be of integers, as `eqq.float_masters` returns it. Got {by.dtype} for {path}. "
+            f"The update of codes must be of integers, as `eqq.float_masters` returns it. Got {step.dtype} for {path}. "
             "Nothing that scales updates may come after it in an `optax.chain`: put that before it or inside."
         )
-    if jnp.shape(by) != x.shape or (jnp.iscomplexobj(by) and not jnp.iscomplexobj(x)):
+    if jnp.shape(step) != x.shape or (jnp.iscomplexobj(step) and not jnp.iscomplexobj(x)):
         raise ValueError(
-            f"An update must have the shape of its parameter, and be real if the parameter is. Got {jnp.shape(by)}, "
-            f"{jnp.result_type(by)}, for {path}, {x.shape}, {x.dtype}. Apply updates of this model."
+            f"An update must have the shape of its parameter, and be real if the parameter is. Got {jnp.shape(step)}, "
+            f"{jnp.result_type(step)}, for {path}, {x.shape}, {x.dtype}. Apply updates of this model."
         )
-    return (x + by).astype(x.dtype)
+    return (x + step).astype(x.dtype)
 
 
 def _zero_update(x: PyTree) -> PyTree:
-    """Returns an update that changes nothing and that every `apply_updates` accepts."""
+    """Returns an update of zero that every `apply_updates` accepts."""
     plain = isinstance(x, (jax.Array, np.ndarray)) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return jtu.tree_map(jnp.zeros_like, x) if plain or is_quantized(x) else None
 

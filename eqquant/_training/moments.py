@@ -55,7 +55,7 @@ _MOMENTS = {
 def quantize_state(
     optimizer: "optax.GradientTransformation", format: AbstractFormat | str = "dynamic8", *, min_size: int = 4096
 ) -> "optax.GradientTransformationExtraArgs":
-    """Keeps the first and second moments of an optimizer quantized between steps.
+    """Returns an optimizer that keeps its moments quantized between steps (8-bit Adam).
 
     A step dequantizes the moments, runs the optimizer, and quantizes the new moments. With the default,
     [`eqquant.Dynamic8`][], a moment takes 8.125 bits per value instead of 32. It supports Adam and its relatives
@@ -102,14 +102,14 @@ def quantize_state(
     unsigned = dataclasses.replace(signed, signed=False) if has_unsigned else Dynamic8(signed=False)  # pyright: ignore[reportCallIssue]
     inner = as_optimizer(optimizer)
 
-    def quantize_fields(state: PyTree, stays: Collection[str] = ()) -> PyTree:
+    def quantize_fields(state: PyTree, float_fields: Collection[str] = ()) -> PyTree:
         quantize = {
             field: jtu.tree_map(
                 ft.partial(_quantize_moment, format=signed if sign else unsigned, min_size=min_size),
                 getattr(state, field),
             )
-            for field, sign in _moments(state).items()
-            if field not in stays
+            for field, sign in _moment_fields(state).items()
+            if field not in float_fields
         }
         return state._replace(**quantize) if quantize else state
 
@@ -118,30 +118,30 @@ def quantize_state(
         if not jtu.tree_leaves(params):  # from `optax.tree_map_params`, to find them in the state
             return state
         _check_float(state, params)
-        stays = ("nu",) if _is_yogi(inner.init, params) else ()
-        quantize = ft.partial(quantize_fields, stays=stays)
-        done = jtu.tree_map(quantize, state, is_leaf=lambda x: bool(_moments(x)))
-        if not any(is_quantized(x) for x in jtu.tree_leaves(done, is_leaf=is_quantized)):
+        float_fields = ("nu",) if _is_yogi(inner.init, params) else ()
+        quantize = ft.partial(quantize_fields, float_fields=float_fields)
+        quantized = jtu.tree_map(quantize, state, is_leaf=lambda x: bool(_moment_fields(x)))
+        if not any(is_quantized(x) for x in jtu.tree_leaves(quantized, is_leaf=is_quantized)):
             names = [jtu.keystr(path) for path, x in jtu.tree_leaves_with_path(state) if jnp.size(x) > 1]
             raise ValueError(
                 f"The optimizer must keep moments of at least {min_size} values, in a state that is known. Got none in "
                 f"its state ({abbreviate_list(names) or 'which is empty'}). Lower `min_size`, or use the optimizer "
                 "without the wrapper."
             )
-        return done
+        return quantized
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         dense = jtu.tree_map(lambda x: x.dequantize() if is_quantized(x) else x, state, is_leaf=is_quantized)
         updates, new = inner.update(updates, dense, params, **extra_args)
-        return updates, jtu.tree_map(_like, state, new, is_leaf=is_quantized)
+        return updates, jtu.tree_map(_requantize, state, new, is_leaf=is_quantized)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_float(state: PyTree, params: PyTree) -> None:
-    """Raises if moments are quantized already, or if they are those of quantized parameters."""
+    """Raises if moments are quantized already, by another wrapper or by their parameters."""
     is_leaf = lambda x: isinstance(x, FloatMastersState) or is_quantized(x)
     for path, x in jtu.tree_leaves_with_path(state, is_leaf=is_leaf):
         if isinstance(x, FloatMastersState):
@@ -161,18 +161,18 @@ def _check_float(state: PyTree, params: PyTree) -> None:
             )
 
 
-def _moments(state: PyTree) -> dict[str, bool]:
+def _moment_fields(state: PyTree) -> dict[str, bool]:
     """Returns the fields of a state that are moments, and whether they are signed."""
     is_known = type(state).__module__.partition(".")[0] == "optax"
     return _MOMENTS.get(type(state).__name__, {}) if is_known else {}
 
 
 def _is_yogi(init: Callable[[PyTree], PyTree], params: PyTree) -> bool:
-    """Returns whether second moments in a state of Adam start above zero, as those of Yogi alone do.
+    """Returns whether an optimizer is Yogi: second moments of an Adam state start above zero.
 
     Yogi changes them by so little that eight bits round most steps down to nothing, and the larger ones remain.
     """
-    is_adam = lambda x: "mu" in _moments(x) and type(x).__name__ == "ScaleByAdamState"
+    is_adam = lambda x: "mu" in _moment_fields(x) and type(x).__name__ == "ScaleByAdamState"
     # The first state depends neither on the values of the parameters nor on their lengths.
     one_value = lambda x: jnp.zeros([1] * jnp.ndim(x), jnp.result_type(x))
     with jax.ensure_compile_time_eval():
@@ -187,11 +187,11 @@ def _quantize_moment(x: PyTree, format: AbstractFormat, min_size: int) -> PyTree
     if jnp.size(x) < max(min_size, 1) or jnp.ndim(x) == 0:
         return x
     axes = _block_axes(x.shape, format)
-    return quantize_array(x, format, axes, None, None, sharding=_sharding_of(x, format, axes))
+    return quantize_array(x, format, axes, None, None, sharding=_resolve_sharding(x, format, axes))
 
 
-def _sharding_of(x: PyTree, format: AbstractFormat, axes: tuple[int, ...]) -> NamedSharding | None:
-    """Returns the sharding of a moment, but replicated along axes whose shards would cut a block."""
+def _resolve_sharding(x: PyTree, format: AbstractFormat, axes: tuple[int, ...]) -> NamedSharding | None:
+    """Returns the sharding of a moment, replicated along axes whose shards would cut a block."""
     if (sharding := current_sharding(x)) is None:
         return None
     entries = full_spec(sharding, x.ndim).spec
@@ -209,5 +209,5 @@ def _block_axes(shape: tuple[int, ...], format: AbstractFormat) -> tuple[int, ..
     return tuple(range(-n, 0))
 
 
-def _like(old: PyTree, new: PyTree) -> PyTree:
+def _requantize(old: PyTree, new: PyTree) -> PyTree:
     return requantize_like(old, new) if is_quantized(old) else new

@@ -1,4 +1,4 @@
-"""What the backward pass needs of the forward pass, saved in few bits."""
+"""Quantized residuals: activations saved in few bits for the backward pass."""
 
 import functools as ft
 import math
@@ -19,8 +19,8 @@ from .._formats.base import AbstractFormat, as_format
 from .._types import PyTree
 
 
-# Of smaller arrays, such as the factors of a norm, the codes would save nothing that counts.
-_SMALLEST = 64
+# Quantizing smaller arrays, such as the factors of a norm, would save little.
+_MIN_SIZE = 64
 # Primitives that divide by an operand, and its place; and those whose result is zero where an operand is.
 _DIVIDE = {"div": 1, "rem": 1, "log": 0, "rsqrt": 0, "pow": 0}
 _KEEP_ZEROS = {"abs", "asin", "atan", "broadcast_in_dim", "cbrt", "concatenate", "convert_element_type", "copy", "erf"}
@@ -32,14 +32,14 @@ _KEEP_ZEROS |= {"tan", "tanh", "transpose"}
 def checkpoint_quantized(
     fun: Callable[..., PyTree], format: AbstractFormat | str = "int8", *, policy: Callable[..., bool] | None = None
 ) -> Callable[..., PyTree]:
-    """Saves in few bits what the backward pass of a function needs.
+    """Returns a function that saves its residuals quantized for the backward pass.
 
     The backward pass needs some arrays of the forward pass (*residuals*), which take most of the memory of training.
     `jax.checkpoint` forgets them and computes them again. This function quantizes them along their last axis, and
     dequantizes them when the backward pass needs them.
 
     The result of the function is exact. Its gradient is computed from rounded residuals: its relative error is about
-    that of the format. What the backward pass divides by is not rounded, because rounding sends small numbers to zero.
+    that of the format. Divisors of the backward pass are not rounded, because rounding sends small numbers to zero.
 
     Use it in the body of a `scan`. In a Python loop over layers XLA for CPU may decode all residuals early, and then no
     memory is saved.
@@ -49,23 +49,23 @@ def checkpoint_quantized(
         ```python
         x = eqq.checkpoint_quantized(block)(x)             # a layer of a model
         x = eqq.checkpoint_quantized(block, "int4")(x)
-        # Saves only the results of products, and computes again what lies between them.
+        # Saves only the results of products, and recomputes everything else.
         dots = jax.checkpoint_policies.dots_saveable
         x = eqq.checkpoint_quantized(block, policy=dots)(x)
         ```
 
     **Arguments:**
 
-    - `fun`: a function of pytrees of arrays, which returns such a tree: often a layer. What it holds or closes over
-        counts as parameters: these stay as they are, and so does everything that is computed from them alone.
-    - `format`: the format of what is saved, or its lower-case name. Integers, booleans, small arrays, divisors, and
-        arrays that would not become smaller by half are saved as they are.
-    - `policy`: says which residuals are saved, and not computed again, as in `jax.checkpoint`. By default all are.
+    - `fun`: a function of pytrees of arrays, which returns such a tree: often a layer. The arrays that it holds or
+        closes over count as parameters: they are not rounded, nor is anything that is computed from them alone.
+    - `format`: the format of residuals, or its lower-case name. Integers, booleans, small arrays, divisors, and arrays
+        that would not become smaller by half are saved unchanged.
+    - `policy`: selects the residuals that are saved, not recomputed, as in `jax.checkpoint`. By default all.
 
     **Returns:**
 
     A function of the same arguments and results. It works under `jit`, `vmap`, `scan` and `shard_map`, and in forward
-    mode. It has first derivatives: a second one treats what was saved as constant.
+    mode. It has first derivatives: a second one treats saved residuals as constants.
 
     **Raises:**
 
@@ -80,7 +80,7 @@ def checkpoint_quantized(
             "`jax.checkpoint_policies.dots_saveable`."
         )
     # A lambda, since a module that holds arrays has no hash.
-    saving = fun if policy is None else jax.checkpoint(lambda *args, **kwargs: fun(*args, **kwargs), policy=policy)
+    wrapped = fun if policy is None else jax.checkpoint(lambda *args, **kwargs: fun(*args, **kwargs), policy=policy)
 
     @ft.wraps(fun, updated=())
     def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -89,7 +89,7 @@ def checkpoint_quantized(
 
         def call(*arrays: Array) -> PyTree:
             args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, arrays), other)
-            return saving(*args, **kwargs)
+            return wrapped(*args, **kwargs)
 
         # The constants of the traced function are its parameters, and all other arrays that it closes over.
         traced, out = jax.make_jaxpr(call, return_shape=True)(*arrays)
@@ -112,18 +112,18 @@ def _jvp(
     operands: Sequence[Array],
     tangents: Sequence[Array | SymbolicZero],
 ) -> tuple[list[Array], list[Array]]:
-    moving = [n for n, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+    active = [n for n, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
     linear: PyTree = None  # the structure of the linearized function
-    moved = [tangents[n] for n in moving]
+    active_tangents = [tangents[n] for n in active]
 
     def linearize(*operands: Array) -> tuple[list[Array], list[Array]]:
         nonlocal linear
 
         def call(*values: Array) -> list[Array]:
-            replaced = dict(zip(moving, values, strict=True))
+            replaced = dict(zip(active, values, strict=True))
             return _call.fun(jaxpr, format, count, *(replaced.get(n, x) for n, x in enumerate(operands)))
 
-        results, tangent = jax.linearize(call, *(operands[n] for n in moving))
+        results, tangent = jax.linearize(call, *(operands[n] for n in active))
         saved, linear = jtu.tree_flatten(tangent)
         return results, saved
 
@@ -133,21 +133,21 @@ def _jvp(
     variables = traced.jaxpr.outvars[len(jaxpr.outvars) :]
     dependent = _find_dependent(traced.jaxpr, traced.jaxpr.invars[count:])
     apply = lambda residuals, tangents: jtu.tree_unflatten(linear, residuals)(*tangents)
-    uses = jax.make_jaxpr(apply)(residuals, moved).jaxpr
+    uses = jax.make_jaxpr(apply)(residuals, active_tangents).jaxpr
     divisors = _find_divisors(uses, set())
     exact = {variable for variable, used in zip(variables, uses.invars, strict=False) if used in divisors}
-    # A residual that is needed twice is saved once.
+    # Save a residual that is used twice only once.
     first = [next(n for n, other in enumerate(variables) if other is variable) for variable in variables]
     is_exact = lambda n: variables[n] not in dependent or variables[n] in exact
     saved = {n: residuals[n] if is_exact(n) else _quantize_residual(residuals[n], format) for n in {*first}}
 
-    # Inside `checkpoint`, so that codes are what is saved, and decoding waits for the backward pass.
+    # Inside `checkpoint`, so that codes are saved, and decoded only in the backward pass.
     @jax.checkpoint
     def apply_saved(saved: dict[int, Array | QuantizedArray], tangents: list[Array]) -> list[Array]:
         loaded = {n: x.dequantize() if isinstance(x, QuantizedArray) else x for n, x in saved.items()}
         return apply([loaded[n] for n in first], tangents)
 
-    return results, apply_saved(saved, moved)
+    return results, apply_saved(saved, active_tangents)
 
 
 def _find_dependent(jaxpr: Jaxpr, variables: Sequence[Var]) -> set[Var]:
@@ -160,7 +160,10 @@ def _find_dependent(jaxpr: Jaxpr, variables: Sequence[Var]) -> set[Var]:
 
 
 def _find_divisors(jaxpr: Jaxpr, found: set[Var]) -> set[Var]:
-    """Returns the variables of a jaxpr where a zero would divide, beside those of its results that `found` holds."""
+    """Returns the variables of a jaxpr that must not be rounded to zero: divisors.
+
+    - `found`: the results of the jaxpr that are divisors.
+    """
     found = set(found)
     add = lambda variables: found.update(v for v in variables if not isinstance(v, Literal))
     for equation in reversed(jaxpr.eqns):
@@ -172,14 +175,14 @@ def _find_divisors(jaxpr: Jaxpr, found: set[Var]) -> set[Var]:
         for inner in jaxprs_in_params(equation.params):
             results = {v for v, wanted in zip(inner.outvars[::-1], is_found[::-1], strict=False) if wanted}
             within = _find_divisors(inner, {v for v in results if not isinstance(v, Literal)})
-            # From the end: the index of a `cond` comes first, and is no operand of its branches.
+            # Match from the end: the index of a `cond` comes first, and its branches do not take it.
             pairs = zip(inner.invars[::-1], operands[::-1], strict=False)
             add(operand for variable, operand in pairs if variable in within)
     return found
 
 
 def _quantize_residual(x: Array, format: AbstractFormat) -> Array | QuantizedArray:
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.size < _SMALLEST:
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.size < _MIN_SIZE:
         return x
     quantize = lambda x: quantize_array(x, format, (-1,), None, None)
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jtu.tree_leaves(jax.eval_shape(quantize, x)))
@@ -187,7 +190,9 @@ def _quantize_residual(x: Array, format: AbstractFormat) -> Array | QuantizedArr
 
 
 def residual_nbytes(fun: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> int:
-    """Counts the bytes that a function saves for its backward pass, beside its arguments and what it closes over.
+    """Counts the bytes that a function saves for its backward pass (residuals).
+
+    Its arguments and the arrays that it closes over do not count.
 
     Arguments may be `jax.ShapeDtypeStruct`s. The compiler may save less: it may compute cheap values again.
     """

@@ -1,4 +1,4 @@
-"""Turns simulated arrays into quantized arrays after training."""
+"""Converts fake-quantized arrays to quantized arrays after training."""
 
 import dataclasses
 
@@ -14,8 +14,10 @@ from .._wrappers.simulated import FakeQuantizedArray
 
 
 def finalize(tree: PyTree) -> PyTree:
-    """Ends simulated quantization: turns every [`eqquant.arrays.FakeQuantizedArray`][] into the
-    [`eqquant.QuantizedArray`][] that it simulates. Learned scales become those of the result.
+    """Returns a tree with every fake-quantized array quantized: the end of QAT.
+
+    Each [`eqquant.arrays.FakeQuantizedArray`][] becomes the [`eqquant.QuantizedArray`][] that it simulates, with its
+    learned scales.
 
     !!! Example
 
@@ -52,5 +54,5 @@ def finalize(tree: PyTree) -> PyTree:
 
     tree = replace_selected(tree, selections, finish, is_simulated)
     quantizes = lambda x: isinstance(x, ActivationQuantizedArray)
-    whole = lambda x: quantizes(x) or is_quantized(x)  # an array that appears twice stays one
+    whole = lambda x: quantizes(x) or is_quantized(x)  # so that a shared array stays shared
     return jtu.tree_map(lambda x: x.with_fixed_scale() if quantizes(x) else x, tree, is_leaf=whole)

@@ -1,4 +1,4 @@
-"""Changes weights of a model so that its outputs stay: several at once, or one with its operand."""
+"""Changes weights of a model and keeps its outputs: folds into other weights, or wrappers."""
 
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +24,12 @@ Change = Callable[[Array], Array]
 Apply = Callable[[PyTree, PyTree], PyTree]
 
 
-class Changes(NamedTuple):
-    """The changes of leaves, by number, that an entry of `fold` describes; `consumers` take the changed channels."""
+class FoldChanges(NamedTuple):
+    """The changes of leaves for one entry of `fold`.
+
+    - `consumers`: the numbers of the weights whose inputs are the changed channels.
+    - `changes`: the number of a leaf, and a change of it.
+    """
 
     name: str
     consumers: frozenset[int]
@@ -33,7 +37,7 @@ class Changes(NamedTuple):
 
 
 def select_weights(model: PyTree, where: Where | None, axis: int | None) -> tuple[list[Selection], Weights]:
-    """Decides about the leaves of a model whose inputs can be changed."""
+    """Returns the selection of weights whose inputs can be transformed, and their input axes."""
     check_axis(axis)
     selections = select_leaves(
         model, where, ineligible=unmappable_reason, skip=unmapped_reason, kind="float weights of linear layers"
@@ -47,42 +51,43 @@ def select_weights(model: PyTree, where: Where | None, axis: int | None) -> tupl
 def change_model(
     model: PyTree,
     weights: Weights,
-    entries: Sequence[Changes],
+    entries: Sequence[FoldChanges],
     wrap: Mapping[int, Callable[[DenseArray], AbstractMappedArray]],
     batches: Iterable[PyTree] | None,
     apply: Apply | None,
     remedy: str,
 ) -> PyTree:
-    """Returns the model with all changes, and then with some weights in arrays that change their operand.
+    """Returns the model with all changes, and with some weights in wrappers.
 
-    Raises if a leaf that changes is not finite, or if the entries change the outputs on `batches`.
+    `wrap` returns the wrapper of each, which transforms the other operand of a product. Raises if a leaf that changes
+    is not finite, or if the entries change the outputs on `batches`.
     """
     leaves = weights.leaves
     for n in sorted({*wrap, *(n for entry in entries for n, _ in entry.changes)}):
         if not isinstance(leaves[n].value, jax.ShapeDtypeStruct):
             check_finite(on_device(as_jax_array(leaves[n].value)), leaves[n].path)
 
-    def apply_changes(entries: Iterable[Changes]) -> list[PyTree]:
+    def apply_changes(entries: Iterable[FoldChanges]) -> list[PyTree]:
         by_leaf = collections.defaultdict(list)
         for entry in entries:
             for n, change in entry.changes:
                 by_leaf[n].append(change)
-        return [_change(leaf.value, by_leaf[n]) if n in by_leaf else leaf.value for n, leaf in enumerate(leaves)]
+        return [_apply_changes(leaf.value, by_leaf[n]) if n in by_leaf else leaf.value for n, leaf in enumerate(leaves)]
 
     values = apply_changes(entries)
     if batches is not None:
         run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
         _check_outputs(run, model, lambda part: replace_leaves(model, apply_changes(part)), entries, batches, remedy)
-    done: dict[tuple[int, int], AbstractMappedArray] = {}  # an array that appears twice is wrapped once
-    for n, around in wrap.items():
-        same = id(values[n]), weights.axes[n]
-        if same not in done:
-            done[same] = around(values[n])
-    return replace_leaves(model, [done[id(x), weights.axes[n]] if n in wrap else x for n, x in enumerate(values)])
+    wrapped: dict[tuple[int, int], AbstractMappedArray] = {}  # a shared array is wrapped once
+    for n, wrap_leaf in wrap.items():
+        key = id(values[n]), weights.axes[n]
+        if key not in wrapped:
+            wrapped[key] = wrap_leaf(values[n])
+    return replace_leaves(model, [wrapped[id(x), weights.axes[n]] if n in wrap else x for n, x in enumerate(values)])
 
 
-def _change(x: DenseArray, changes: Sequence[Change]) -> DenseArray:
-    """Returns a leaf after all its changes, which are computed in float32 and rounded once."""
+def _apply_changes(x: DenseArray, changes: Sequence[Change]) -> DenseArray:
+    """Returns a leaf after all changes, computed in float32 and rounded once."""
 
     def change(x: Array) -> Array:
         y = x.astype(jnp.float32)
@@ -93,27 +98,30 @@ def _change(x: DenseArray, changes: Sequence[Change]) -> DenseArray:
     return jax.eval_shape(change, x) if isinstance(x, jax.ShapeDtypeStruct) else change(as_jax_array(x))
 
 
-def multiply_inputs(x: Array, by: Array, axis: int) -> Array:
-    """Returns a weight whose inputs, along an axis, are multiplied by one number each."""
-    return x * reshape_along_axis(by, x.ndim, axis)
+def multiply_inputs(x: Array, factor: Array, axis: int) -> Array:
+    """Returns a weight with each input, along an axis, multiplied by a factor."""
+    return x * reshape_along_axis(factor, x.ndim, axis)
 
 
-def divide_outputs(x: Array, by: Array, axis: int, offset: float | int) -> Array:
-    """Returns a weight whose outputs are divided by one number each, or a vector, to which a layer adds `offset`."""
-    if x.ndim > by.ndim:
-        return x / reshape_along_axis(by, x.ndim, axis)
-    return (x + offset) / by - offset
+def divide_outputs(x: Array, factor: Array, axis: int, offset: float | int) -> Array:
+    """Returns a weight or a vector with each output divided by a factor.
+
+    - `offset`: what the layer adds to a vector before it multiplies by it.
+    """
+    if x.ndim > factor.ndim:
+        return x / reshape_along_axis(factor, x.ndim, axis)
+    return (x + offset) / factor - offset
 
 
 def _check_outputs(
     run: Apply,
     model: PyTree,
-    apply_changes: Callable[[Sequence[Changes]], PyTree],
-    entries: Sequence[Changes],
+    apply_changes: Callable[[Sequence[FoldChanges]], PyTree],
+    entries: Sequence[FoldChanges],
     batches: Iterable[PyTree],
     remedy: str,
 ) -> None:
-    """Raises if the changed model computes something else, and names the entries that do."""
+    """Raises if the changed model has other outputs, and names the entries that change them."""
     data = list(as_batches(batches))
     if not data:
         raise ValueError(
@@ -132,8 +140,8 @@ def _check_outputs(
             wrong = [entry.name for entry in entries if not _are_close(run(apply_changes([entry]), batch), wanted)]
             raise ValueError(
                 f"Each pair of `fold` must leave the outputs of the model unchanged. Got others with "
-                f"{abbreviate_list(wrong or [entry.name for entry in entries])}: something stands between the two that "
-                "is not linear in each channel, or something else takes the outputs too, such as a residual sum. "
+                f"{abbreviate_list(wrong or [entry.name for entry in entries])}: an operation between the two is not "
+                "linear in each channel, or something else takes the outputs too, such as a residual sum. "
                 f"{remedy}"
             )
 
@@ -142,7 +150,7 @@ def _are_close(found: PyTree, wanted: PyTree) -> bool:
     for a, b in zip(jtu.tree_leaves(found), jtu.tree_leaves(wanted), strict=True):
         if eqx.is_inexact_array(b):
             tolerance = 1e-4 if jnp.finfo(b.dtype).bits >= 32 else 5e-2
-            largest = jnp.max(jnp.abs(jnp.where(jnp.isfinite(b), b, 0).astype(jnp.float32)), initial=0)
-            if not jnp.allclose(a, b, rtol=0, atol=float(tolerance * largest) + 1e-12, equal_nan=True):
+            amax = jnp.max(jnp.abs(jnp.where(jnp.isfinite(b), b, 0).astype(jnp.float32)), initial=0)
+            if not jnp.allclose(a, b, rtol=0, atol=float(tolerance * amax) + 1e-12, equal_nan=True):
                 return False
     return True

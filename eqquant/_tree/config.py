@@ -1,4 +1,4 @@
-"""Pairs a format with a method and with a format of activations, for one leaf or one rule."""
+"""The configuration of one leaf or one rule: format, method, activations and axis."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,9 @@ ActivationsLike = AbstractFormat | str | Mapping[str, PyTree]
 
 @dataclasses.dataclass(frozen=True)
 class QuantConfig:
-    """A format with a method, a format of activations, and an axis: a rule of [`eqquant.quantize_tree`][], or,
-    without a format of activations, an option of `plan_bits`.
+    """The configuration of a weight: format, method, activations and axis.
+
+    It is a rule of [`eqquant.quantize_tree`][] or, without activations, an option of `plan_bits`.
 
     !!! Example
 
@@ -32,14 +33,14 @@ class QuantConfig:
 
     - `format`: a format, or its lower-case name.
     - `method`: the method that chooses scales and codes; `None` uses the method of the whole call.
-    - `activations`: the format that products quantize the other operand to, or its name, or statistics of inputs; as in
-        [`eqquant.quantize_tree`][]. `None` uses the one of the whole call.
-    - `axis`: the axis (or axes, quantized as one) along which blocks run, for a model that has weights of both orders:
-        `-2` for `x @ w`. `None` uses the one of the whole call, or the input axes of each weight.
+    - `activations`: the format of activations, or its name (dynamic quantization, per token), or statistics of inputs
+        (static quantization); as in [`eqquant.quantize_tree`][]. `None` uses the one of the whole call.
+    - `axis`: the axis (or axes, quantized as one) along which blocks run, for a model with weights of both orders: `-2`
+        for `x @ w`. `None` uses the one of the whole call, or the input axes of each weight.
 
     **Raises:**
 
-    `TypeError` if `axis` is no whole number, and no sequence of whole numbers.
+    `TypeError` if `axis` is not a whole number or a sequence of whole numbers.
     """
 
     format: AbstractFormat
@@ -63,9 +64,9 @@ class QuantConfig:
         return hash((self.format, type(self.method), self.axis))  # a method may hold arrays
 
     def __repr__(self) -> str:
-        activated = "" if self.activations is None else f" x {self.activations!r}"
+        by_activations = "" if self.activations is None else f" x {self.activations!r}"
         along = "" if self.axis is None else f" along {self.axis}"
-        return f"{self.format!r}{activated}{along}" + ("" if self.method is None else f" by {self.method!r}")
+        return f"{self.format!r}{by_activations}{along}" + ("" if self.method is None else f" by {self.method!r}")
 
 
 def _as_axis(axis: Axis) -> int | tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""Decides about each leaf of a model: its format, method and activations, or why it stays as it is."""
+"""Decides the format, method and activations of each leaf, or why it is left alone."""
 
 import collections
 import re
@@ -51,7 +51,7 @@ ActivationsRule = AbstractFormat | Mapping[str, InputStatistics] | None
 
 
 class Activations(NamedTuple):
-    """The format of activations, quantized dynamically, or with a scale from calibration."""
+    """The format of activations: dynamic without `scale`, static with it."""
 
     format: AbstractFormat
     scale: Array | None = None
@@ -59,10 +59,11 @@ class Activations(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The decision about a leaf: its format and the axes along which blocks run, or `None` and the reason.
+    """The decision about a leaf: its format and quantized axes, or `None` and the reason.
 
-    A weight that would not get smaller has axes, and no format. `has_given_axis` says whether a rule or the whole call
-    names the axis.
+    A weight that would not get smaller has axes but no format.
+
+    - `has_explicit_axis`: whether a rule or the call sets the axis.
     """
 
     leaf: Leaf
@@ -71,14 +72,14 @@ class Decision(NamedTuple):
     reason: str
     method: AbstractMethod | None = None
     activations: Activations | None = None
-    has_given_axis: bool = False
+    has_explicit_axis: bool = False
 
 
 class _Choice(NamedTuple):
-    """What the rules, or the whole call, say about a leaf.
+    """The configuration of a leaf by the rules or the call.
 
-    - `is_final`: whether it is about this leaf alone, so that the name of the leaf does not matter.
-    - `says_activations`: whether the rule itself names activations.
+    - `is_final`: whether it is meant for this leaf alone, whatever its name says.
+    - `sets_activations`: whether the rule itself sets activations.
     """
 
     format: AbstractFormat | None
@@ -87,26 +88,26 @@ class _Choice(NamedTuple):
     activations: ActivationsRule = None
     axis: Axis = None
     is_final: bool = False
-    says_activations: bool = False
+    sets_activations: bool = False
 
     def statistics(self, leaf: Leaf) -> Statistics | None:
-        """Returns what was collected for a leaf, by the method or for activations; `None` if nothing was."""
+        """Returns the statistics of a leaf, from the method or for activations, or `None`."""
         found = [] if self.method is None else [self.method.statistics_for(path) for path in leaf.paths]
         if isinstance(self.activations, Mapping):
             found += [self.activations[path] for path in leaf.paths if path in self.activations]
-        return next((seen for seen in found if seen is not None), None)
+        return next((stats for stats in found if stats is not None), None)
 
     def role(self, leaf: Leaf) -> str | None:
-        """Returns why a leaf is no weight by its name, or `None`, as for one that a product was seen to use."""
-        seen = self.statistics(leaf)
-        is_multiplied = seen is not None and seen.axis is not None and not getattr(seen, "looked_up", False)
+        """Returns why a leaf is not a weight by its name, or `None`; `None` if a product uses it."""
+        stats = self.statistics(leaf)
+        is_multiplied = stats is not None and stats.axis is not None and not getattr(stats, "looked_up", False)
         return None if is_multiplied else role_by_name(leaf)
 
     def axes(self, leaf: Leaf) -> tuple[tuple[int, ...], bool]:
-        """Returns the axes of blocks, and whether they are known: those that are asked for, or those of the inputs."""
-        seen = self.statistics(leaf)
-        if self.axis is None and seen is not None and seen.axis is not None:
-            axis, known = seen.axis, True
+        """Returns the quantized axes, and whether they are known: set by the user, or inferred."""
+        stats = self.statistics(leaf)
+        if self.axis is None and stats is not None and stats.axis is not None:
+            axis, known = stats.axis, True
         else:
             axis, known = input_axis(leaf) if self.axis is None else (self.axis, True)
         check_not_masked(leaf.value, leaf.path)
@@ -126,9 +127,9 @@ def decide(
     method: AbstractMethod | None = None,
 ) -> list[Decision]:
     """Returns one decision per leaf. Raises before anything is quantized."""
-    whole = _Choice(None, "", method, as_activations(activations), axis)
+    call_choice = _Choice(None, "", method, as_activations(activations), axis)
     selections = select_leaves(tree, where, ineligible=_ineligible_reason, skip=place_reason)
-    choose = _chooser(format, selections, whole)
+    choose = _make_chooser(format, selections, call_choice)
     decisions, by_rule, errors = [], collections.defaultdict(list), {}
     for (leaf, refusal), is_named in zip(selections, find_named(tree, where), strict=True):
         choice = choose(leaf) if refusal is None else _Choice(None, refusal)
@@ -137,23 +138,26 @@ def decide(
         except InputsError as e:
             errors[leaf.path] = e
             continue
-        if choice.says_activations and decisions[-1].format is not None:
+        if choice.sets_activations and decisions[-1].format is not None:
             by_rule[choice.reason].append(decisions[-1])
     if errors:
         raise join_errors(errors, [*errors, *(d.leaf.path for d in decisions if d.format is not None)])
     quantized = [d for d in decisions if d.format is not None]
     if not quantized:
-        _tell_nothing(decisions)
-    # Where a rule, or the whole call, reaches no product, activations were left out without a word.
-    for taken in by_rule.values():
-        _check_products(taken)
-    if quantized and whole.activations is not None:
+        _report_nothing_to_quantize(decisions)
+    # A rule, or a call, that sets activations for no product would be ignored silently.
+    for matched in by_rule.values():
+        _check_products(matched)
+    if quantized and call_choice.activations is not None:
         _check_products(quantized)
     return decisions
 
 
 def _decide_leaf(leaf: Leaf, choice: _Choice, is_named: bool) -> Decision:
-    """Decides about one leaf. What `where` names is quantized; all else only if that is worth it."""
+    """Decides about one leaf.
+
+    A leaf that `where` names is quantized. All others are quantized only if they get smaller.
+    """
     if choice.format is None:
         return Decision(leaf, None, (), choice.reason)
     role = choice.role(leaf)
@@ -171,15 +175,15 @@ def _decide_leaf(leaf: Leaf, choice: _Choice, is_named: bool) -> Decision:
 def decide_activations(
     tree: PyTree, where: Where | None, activations: ActivationsLike, **unused: object
 ) -> list[Decision]:
-    """Returns one decision per leaf: arrays that are quantized keep their codes and get activations."""
+    """Returns one decision per leaf. Quantized arrays keep their codes and get activations."""
     for name, value in unused.items():
         if value is not None:
             raise ValueError(
-                f"`{name}` is for arrays in float, and with `format=None` those that are quantized get activations "
-                f"alone. Got {name}={value!r}. Leave it out, or give a format."
+                f"`{name}` is for arrays in float. With `format=None`, quantized arrays get activations only. Got "
+                f"{name}={value!r}. Leave it out, or give a format."
             )
     rule, decisions, errors = as_activations(activations), [], {}
-    selections = select_leaves(tree, where, ineligible=_no_codes_reason, kind="quantized arrays")
+    selections = select_leaves(tree, where, ineligible=_not_quantized_reason, kind="quantized arrays")
     for leaf, refusal in selections:
         if refusal is not None:
             decisions.append(Decision(leaf, None, (), refusal))
@@ -215,15 +219,15 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
     return ineligible_reason(leaf.value) or simulated
 
 
-def _no_codes_reason(leaf: Leaf) -> str | None:
-    """Returns why a leaf is no quantized array whose products can change, or `None` if it is one."""
+def _not_quantized_reason(leaf: Leaf) -> str | None:
+    """Returns why a leaf cannot get activations, or `None` if it is a quantized array that can."""
     if not is_quantized(leaf.value):
         return ineligible_reason(leaf.value) or "not quantized"
     return part_reason(leaf)
 
 
 def _check_products(decisions: Sequence[Decision]) -> None:
-    """Raises if activations were asked for, and none of these weights gets them."""
+    """Raises if none of these weights gets activations."""
     if not any(d.activations for d in decisions):
         raise ValueError(
             "`activations` must be for weights that products use. Got none among "
@@ -235,14 +239,14 @@ def _check_products(decisions: Sequence[Decision]) -> None:
 def _choose_activations(
     leaf: Leaf, activations: ActivationsRule, axes: tuple[int, ...], role: str | None
 ) -> tuple[Activations | None, str]:
-    """Returns the activations of a weight and a note, or `None` and the note why its products take floats."""
+    """Returns the activations of a weight and a note; or `None`, and the note why."""
     if activations is None:
         return None, ""
     if (use := use_without_product(leaf) or role) is not None:
         return None, f"; {use}, so no activations"
     note = ""
     if isinstance(activations, Mapping):
-        chosen = _calibrated_activations(leaf, activations)
+        chosen = _find_calibrated_activations(leaf, activations)
         note = "; no product was observed, so no activations" if chosen is None else ""
     else:
         chosen = Activations(activations)
@@ -251,19 +255,19 @@ def _choose_activations(
     return chosen, note
 
 
-def _calibrated_activations(leaf: Leaf, stats: Mapping[str, InputStatistics]) -> Activations | None:
-    """Returns the activations that statistics of inputs give; `None` if no product was observed."""
+def _find_calibrated_activations(leaf: Leaf, stats: Mapping[str, InputStatistics]) -> Activations | None:
+    """Returns static activations from statistics of inputs; `None` if no product was observed."""
     found = next((stats[path] for path in leaf.paths if path in stats), None)
     if found is None:
         raise InputsError(
             "`activations` must hold the statistics of every weight",
             f"none of {leaf.path}",
-            f"It has those of {abbreviate_list(stats)}. Collect them on this model, with the same `where`.",
+            f"It has statistics of {abbreviate_list(stats)}. Collect them on this model, with the same `where`.",
         )
     if tuple(found.shape) != tuple(leaf.value.shape):
         raise InputsError(
             "`activations` must hold the statistics of this model",
-            f"those of a weight of shape {found.shape} for {leaf.path}, of shape {tuple(leaf.value.shape)}",
+            f"statistics of a weight of shape {found.shape} for {leaf.path}, of shape {tuple(leaf.value.shape)}",
             "Collect them again.",
         )
     if found.axis is None or found.looked_up:
@@ -273,23 +277,25 @@ def _calibrated_activations(leaf: Leaf, stats: Mapping[str, InputStatistics]) ->
         raise InputsError(
             "`activations` must have observed every layer of a stack",
             f"{leaf.path}: {found.note}",
-            'Collect statistics on more data, or let each example get its scale: activations="int8".',
+            'Collect statistics on more data, or quantize dynamically, with a scale per token: activations="int8".',
         )
     return Activations(*found.activations())
 
 
-def _chooser(format: FormatRules, selections: Sequence[Selection], whole: _Choice) -> Callable[[Leaf], _Choice]:
-    """Returns a function from an eligible leaf to what is said about it. `whole` says what a rule leaves open."""
+def _make_chooser(
+    format: FormatRules, selections: Sequence[Selection], call_choice: _Choice
+) -> Callable[[Leaf], _Choice]:
+    """Returns a function from an eligible leaf to its choice. A rule overrides `call_choice`."""
 
     def choice(use: QuantConfig, reason: str, is_final: bool = False) -> _Choice:
-        return whole._replace(
+        return call_choice._replace(
             format=use.format,
             reason=reason,
-            method=whole.method if use.method is None else use.method,
-            activations=whole.activations if use.activations is None else use.activations,
-            axis=whole.axis if use.axis is None else use.axis,
+            method=call_choice.method if use.method is None else use.method,
+            activations=call_choice.activations if use.activations is None else use.activations,
+            axis=call_choice.axis if use.axis is None else use.axis,
             is_final=is_final,
-            says_activations=use.activations is not None,
+            sets_activations=use.activations is not None,
         )
 
     if isinstance(format, Mapping):
@@ -300,13 +306,13 @@ def _chooser(format: FormatRules, selections: Sequence[Selection], whole: _Choic
         for pattern, f in format.items():
             reason = f"rule {show_pattern(pattern)!r}"
             rule = _Choice(None, reason) if f is None else choice(as_config(f), reason)
-            # A pattern that matches no other leaf is about those that stay in float by their names.
+            # A pattern that matches only leaves that stay in float by name is meant for these.
             named = f is not None and all(rule.role(leaf) for leaf in eligible if matches(pattern, leaf))
             rules.append((pattern, rule._replace(is_final=named)))
 
         def choose_by_pattern(leaf: Leaf) -> _Choice:
-            taken = (rule for pattern, rule in rules if matches(pattern, leaf))
-            return next(taken, _Choice(None, "no rule matches"))
+            matched = (rule for pattern, rule in rules if matches(pattern, leaf))
+            return next(matched, _Choice(None, "no rule matches"))
 
         return choose_by_pattern
     if callable(format) and not isinstance(format, (AbstractFormat, str, type, QuantConfig)):
@@ -325,7 +331,7 @@ def _chooser(format: FormatRules, selections: Sequence[Selection], whole: _Choic
     return lambda leaf: one
 
 
-def _tell_nothing(decisions: Sequence[Decision]) -> None:
+def _report_nothing_to_quantize(decisions: Sequence[Decision]) -> None:
     """Raises if a tree has no weights, and warns if all stay in float because of their sizes."""
     small = [f"{d.leaf.path}: {d.reason}" for d in decisions if d.axes]
     if not small:

@@ -1,4 +1,4 @@
-"""`explain`: traces a call of a model, and reports how it uses each weight."""
+"""`explain`: a report of how a call of a model uses each weight."""
 
 import dataclasses
 import os
@@ -16,11 +16,11 @@ from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
 from .._matmul.explain import find_implementation
-from .._program.facts import AbstractFollower, Data, Fact, Parameter, SeenUse
+from .._program.facts import AbstractFollower, Data, Fact, Parameter, UseSite
 from .._program.follow import follow
 from .._program.products import Product
 from .._program.trace import trace
-from .._program.views import whole
+from .._program.views import view_weight
 from .._report import Name, Report, report_table, show_bytes
 from .._types import PyTree
 from .config import QuantConfig
@@ -29,17 +29,17 @@ from .leaves import DenseArray, Leaf, named_leaves
 
 @dataclasses.dataclass(frozen=True)
 class WeightUse:
-    """How a call uses one weight.
+    """The use of one weight by a call.
 
     - `path`: the name of the weight.
     - `format`: the `repr` of its format; `None` for floats.
     - `nbytes`: its size.
-    - `roles`: what happens to it: `"packed"` (a product reads the codes), `"decoded"` (the whole weight becomes floats
+    - `roles`: how it is used: `"packed"` (a product reads the codes), `"decoded"` (the whole weight is dequantized
         first), `"multiplied"` (a product of floats), `"looked up"`, `"added"`, `"scaled"` (multiplied value by value),
         `"used by <operation>"`; none if the call does not use it.
-    - `implementations`: of packed products.
-    - `lines`: where it is decoded, and by what it is used then: `file:line (operations)`.
-    - `decoded_nbytes`: the size of the floats that it is decoded to.
+    - `implementations`: the implementations of its packed products.
+    - `lines`: where it is decoded, and the operations on the floats: `file:line (operations)`.
+    - `decoded_nbytes`: the size of the decoded floats.
     - `axis`: the axis (or axes) along which products of floats sum, to quantize along; `None` if there are none.
     """
 
@@ -54,7 +54,7 @@ class WeightUse:
 
     @property
     def remedy(self) -> str:
-        """What to write so that the weight is not decoded; "" if it is not."""
+        """How to avoid that the weight is decoded; "" if it is not decoded."""
         if "decoded" not in self.roles:
             return ""
         if "multiplied" in self.roles:
@@ -64,7 +64,7 @@ class WeightUse:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CallExplanation(Report):
-    """How a call uses each weight of a model. Prints as a table.
+    """The use of each weight of a model by a call. Prints as a table.
 
     - `weights`: a `WeightUse` for each quantized array, and each array of floats with two axes or more.
     """
@@ -94,11 +94,11 @@ class CallExplanation(Report):
 
         **Returns:**
 
-        A dictionary from the path of each weight to an [`eqquant.QuantConfig`][], or to `None`. What is no weight
-        matches no rule.
+        A dictionary from the path of each weight to an [`eqquant.QuantConfig`][], or to `None`. Other leaves match no
+        rule.
         """
-        worth = [w for w in self.weights if "multiplied" in w.roles or w.roles == ("looked up",)]
-        uses = {w.path: QuantConfig(format, axis=w.axis) for w in worth}
+        quantizable = [w for w in self.weights if "multiplied" in w.roles or w.roles == ("looked up",)]
+        uses = {w.path: QuantConfig(format, axis=w.axis) for w in quantizable}
         return {w.path: uses.get(w.path) for w in self.weights}
 
     def __rich__(self) -> Table:
@@ -122,10 +122,10 @@ class CallExplanation(Report):
 
 
 def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallExplanation:
-    """Traces a call, and reports how it uses each weight: multiplied packed, decoded whole, looked up, or added.
+    """Returns how a call uses each weight: multiplied packed, decoded, looked up, or added.
 
-    Computes nothing. A product that reads codes needs a fraction of the memory traffic of one whose weight is decoded
-    first; this tells where a model has which.
+    Traces the call, and computes nothing. A product that reads codes needs a fraction of the memory traffic of one
+    whose weight is decoded first; the report tells which product is which.
 
     !!! Example
 
@@ -174,9 +174,11 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
         return f(*others[:positional], **dict(zip(names, others[positional:], strict=True)))
 
     traced, recorder = trace(call, items), _Recorder()
-    numbers = {_followed(keys, leaf): n for n, (keys, leaf) in enumerate(weights)}
+    numbers = {_followed_keys(keys, leaf): n for n, (keys, leaf) in enumerate(weights)}
     plain = lambda keys: Parameter if keys[0].idx in models else Data
-    facts: list[Fact] = [whole(numbers[keys], x.shape) if keys in numbers else plain(keys) for keys, x in traced.arrays]
+    facts: list[Fact] = [
+        view_weight(numbers[keys], x.shape) if keys in numbers else plain(keys) for keys, x in traced.arrays
+    ]
     shapes = [tuple(leaf.value.shape) for _, leaf in weights]
     run = lambda arrays: follow(traced.program, arrays, facts, shapes, recorder)
     jax.eval_shape(run, [x for _, x in traced.arrays])
@@ -192,7 +194,10 @@ def _is_model(tree: PyTree) -> bool:
 
 
 def _weights(items: Sequence[PyTree], models: Sequence[int]) -> list[tuple[KeyPath, Leaf]]:
-    """Returns each weight, with its key path in the list of items. Names tell the item if several have weights."""
+    """Returns each weight, with its key path in the list of items.
+
+    If several items have weights, paths begin with the item, such as `args[0]`.
+    """
 
     def is_weight(x: PyTree) -> bool:
         is_floats = isinstance(x, DenseArray) and x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
@@ -208,25 +213,25 @@ def _weights(items: Sequence[PyTree], models: Sequence[int]) -> list[tuple[KeyPa
     ]
 
 
-def _followed(keys: KeyPath, leaf: Leaf) -> KeyPath:
-    """Returns the key path of the array that is followed for a weight: of a quantized array its codes."""
+def _followed_keys(keys: KeyPath, leaf: Leaf) -> KeyPath:
+    """Returns the key path of the array to follow: the codes of a quantized array."""
     return (*keys, jtu.GetAttrKey("codes")) if is_quantized(leaf.value) else keys
 
 
 class _Recorder(AbstractFollower):
-    """Keeps the uses of each weight, by its number."""
+    """Records the uses of each weight, by its number."""
 
     def __init__(self) -> None:
-        self.uses: dict[int, list[SeenUse]] = {}
+        self.uses: dict[int, list[UseSite]] = {}
         self.inputs: dict[int, tuple[int, ...]] = {}
 
-    def multiply(self, product: Product, use: SeenUse) -> Array:
+    def multiply(self, product: Product, use: UseSite) -> Array:
         self.inputs.setdefault(product.view.weight, product.inputs.axes)
         if not product.view.looked_up:
             self.use(use)
         return product.x
 
-    def use(self, use: SeenUse) -> None:
+    def use(self, use: UseSite) -> None:
         self.uses.setdefault(use.weight, []).append(use)
 
 
@@ -240,11 +245,11 @@ _ROLES = {
 }
 
 
-def _describe(leaf: Leaf, uses: Sequence[SeenUse], inputs: tuple[int, ...] | None) -> WeightUse:
+def _describe(leaf: Leaf, uses: Sequence[UseSite], inputs: tuple[int, ...] | None) -> WeightUse:
     x, quantized = leaf.value, is_quantized(leaf.value)
     roles = list(dict.fromkeys(_ROLES.get(use.kind, f"used by {use.kind}") for use in uses))
     packed = [find_implementation(use.equation) for use in uses if use.kind == "quantized_matmul"]
-    dense: dict[str, dict[str, None]] = {}  # the operations on floats of a quantized weight, by line
+    dense: dict[str, dict[str, None]] = {}  # operations on the decoded floats, by line
     for use in uses:
         if quantized and use.kind not in ("quantized_matmul", "lookup"):
             dense.setdefault(use.line, {})[use.kind] = None

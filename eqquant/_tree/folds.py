@@ -1,4 +1,4 @@
-"""Layers between which a factor for each channel, or a rotation, can move: what makes channels, and what takes them."""
+"""Finds producers and consumers of channels, between which factors or rotations can move."""
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,8 +14,9 @@ from .weights import ineligible_reason, is_embedding, unmappable_reason
 
 
 class FoldInto(NamedTuple):
-    """Where the outputs of a layer go, for the `fold` of [`eqquant.transforms.smooth`][] and of
-    [`eqquant.transforms.rotate`][].
+    """The weights that consume the outputs of a layer: an entry of `fold`.
+
+    For [`eqquant.transforms.smooth`][] and [`eqquant.transforms.rotate`][].
 
     !!! Example
 
@@ -28,7 +29,7 @@ class FoldInto(NamedTuple):
 
     **Arguments:**
 
-    - `weights`: patterns of the weights that take the outputs.
+    - `weights`: patterns of the weights that consume the outputs.
     - `head_size`: the channels of one head, where each head of the producer feeds several heads of the consumer, as in
         attention with grouped queries. A rotation stays within a head, so it needs this for every attention.
     - `offset`: what the layer adds to its weight before it multiplies by it: 1 for the norms of Gemma.
@@ -43,8 +44,9 @@ Folds = Mapping[str, str | FoldInto]
 
 
 class ResidualStream(NamedTuple):
-    """What takes the sum of a residual stream, for the `fold` of [`eqquant.transforms.rotate`][]: norms, and weights
-    after them.
+    """The readers of a residual stream, an entry of `fold`: norms, and the weights after them.
+
+    For [`eqquant.transforms.rotate`][].
 
     Norms must divide by the root of the mean square alone, as `equinox.nn.RMSNorm` does without a bias. Their gains
     move into the weights after them.
@@ -63,8 +65,8 @@ class ResidualStream(NamedTuple):
 
     **Arguments:**
 
-    - `norms`: from patterns of the gains of norms to patterns of the weights that take what these return.
-    - `offset`: what norms add to their gains before they multiply by them: 1 for those of Gemma.
+    - `norms`: from patterns of the gains of norms to patterns of the weights after each.
+    - `offset`: what norms add to their gains before they multiply by them: 1 for Gemma.
     """
 
     norms: Mapping[str, str]
@@ -75,13 +77,16 @@ Rotations = Mapping[str | tuple[str, ...], str | FoldInto | ResidualStream]
 
 
 class Weights(NamedTuple):
-    """The leaves of a model, and the axis of the inputs of each that is a weight, by its number among the leaves."""
+    """The leaves of a model, and the input axis of each weight, by the number of the leaf."""
 
     leaves: Sequence[Leaf]
     axes: Mapping[int, int]
 
     def match(self, text: str) -> list[tuple[int, dict[str, str]]]:
-        """Returns the numbers of the leaves that a pattern of `fold` matches, with its groups. Raises if none does."""
+        """Returns the number of each leaf that a pattern of `fold` matches, with its groups.
+
+        Raises if the pattern matches none.
+        """
         pattern = compile_pattern(text, "fold")
         found = [(n, pattern.fullmatch(leaf.path)) for n, leaf in enumerate(self.leaves) if np.ndim(leaf.value)]
         if not any(match for _, match in found):
@@ -106,9 +111,9 @@ class Weights(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """Arrays that make channels, by their numbers among the leaves, and weights that take them.
+    """The producers and the consumers of some channels, by their numbers among the leaves.
 
-    - `producers`: the axis of the outputs of each.
+    - `producers`: the output axis of each.
     - `heads`: `(heads of the producer, heads of the consumer for each, channels of a head)`.
     """
 
@@ -119,12 +124,12 @@ class Fold(NamedTuple):
     offset: float | int
 
     def pool(self, v: Array, reduce: Callable[..., Array]) -> Array:
-        """Makes numbers of the consumers' inputs equal where these are one output of the producer."""
+        """Reduces the values of all inputs that one output of the producer feeds to one value."""
         by_heads = self._by_heads(v)
         return jnp.broadcast_to(reduce(by_heads, axis=-2, keepdims=True), by_heads.shape).reshape(v.shape)
 
     def to_outputs(self, v: Array) -> Array:
-        """Returns the numbers of the producer's outputs, from the numbers of the consumers' inputs."""
+        """Returns one value per output of the producer, from one value per input of the consumers."""
         return self._by_heads(v)[..., 0, :].reshape(*v.shape[:-1], -1)
 
     def _by_heads(self, v: Array) -> Array:
@@ -134,8 +139,8 @@ class Fold(NamedTuple):
 class Stream(NamedTuple):
     """A residual stream, by numbers among the leaves.
 
-    - `writers`: what is added to it, and the axis of its channels.
-    - `norms`: a gain each, and the weights after it.
+    - `writers`: the leaves that write to it, each with the axis of its channels.
+    - `norms`: the gain of each norm, with the weights after it.
     """
 
     name: str
@@ -145,8 +150,8 @@ class Stream(NamedTuple):
 
 
 def find_folds(folds: Folds, weights: Weights) -> list[Fold]:
-    """Returns the pairs that rules describe. Raises if one is not foldable, by its shapes."""
-    found = [fold for key, into in folds.items() for fold in _find_pairs(key, into, weights)]
+    """Returns the folds that the rules describe. Raises if the shapes of one do not fit."""
+    found = [fold for key, into in folds.items() for fold in _find_pair_folds(key, into, weights)]
     consumed: dict[int, str] = {}
     for fold in found:
         for n in fold.consumers:
@@ -160,28 +165,28 @@ def find_folds(folds: Folds, weights: Weights) -> list[Fold]:
     return found
 
 
-def _find_pairs(key: str, into: str | FoldInto, weights: Weights) -> Iterator[Fold]:
+def _find_pair_folds(key: str, into: str | FoldInto, weights: Weights) -> Iterator[Fold]:
     if isinstance(into, str):
         into = FoldInto((into,))
     if not isinstance(key, str) or not isinstance(into, FoldInto):
         raise TypeError(
-            "`fold` must map the path of what makes channels to the paths of weights that take them, such as "
+            "`fold` must map the path of a producer of channels to the paths of the weights that consume them, such as "
             f"{{'layers.{{n}}.norm.{{p}}': 'layers.{{n}}.up.weight'}}. Got {key!r}: {into!r}."
         )
-    producing = weights.match(key)
-    taking = [match for text in into.weights for match in weights.match(text)]
-    shared = sorted(producing[0][1].keys() & taking[0][1].keys())
+    producer_matches = weights.match(key)
+    consumer_matches = [match for text in into.weights for match in weights.match(text)]
+    shared = sorted(producer_matches[0][1].keys() & consumer_matches[0][1].keys())
     values = lambda groups: tuple(groups[name] for name in shared)
-    for same in dict.fromkeys(values(groups) for _, groups in producing):
-        producers = [n for n, groups in producing if values(groups) == same]
-        consumers = [n for n, groups in taking if values(groups) == same]
+    for same in dict.fromkeys(values(groups) for _, groups in producer_matches):
+        producers = [n for n, groups in producer_matches if values(groups) == same]
+        consumers = [n for n, groups in consumer_matches if values(groups) == same]
         name = abbreviate_list(weights.leaves[n].path for n in producers)
         if not consumers:
             raise ValueError(f"`fold` must name the weights that take the outputs of {name}. Got none in {into}.")
-        yield _pair(name, producers, consumers, into, weights)
+        yield _make_fold(name, producers, consumers, into, weights)
 
 
-def _pair(name: str, producers: Sequence[int], consumers: Sequence[int], into: FoldInto, weights: Weights) -> Fold:
+def _make_fold(name: str, producers: Sequence[int], consumers: Sequence[int], into: FoldInto, weights: Weights) -> Fold:
     leaves, axes = weights
     for n in consumers:
         if n not in axes:
@@ -191,7 +196,7 @@ def _pair(name: str, producers: Sequence[int], consumers: Sequence[int], into: F
             )
     output_axes = {}
     for n in producers:
-        # A stack has as many axes more as a weight that takes the outputs.
+        # A stacked producer has the same extra axes as its consumers.
         ndim = np.ndim(leaves[n].value) - (leaves[consumers[0]].value.ndim - 2)
         if ndim not in (1, 2) or (ndim == 2 and n not in axes):
             raise ValueError(f"`fold` needs vectors and matrices. Got {leaves[n].path} of {leaves[n].value.shape}.")
@@ -214,7 +219,7 @@ def _pair(name: str, producers: Sequence[int], consumers: Sequence[int], into: F
 
 
 def find_stream(writers: tuple[str, ...], into: ResidualStream, weights: Weights) -> Stream:
-    """Returns the residual stream that a rule describes. Raises if rotating it would change the model."""
+    """Returns the residual stream of a rule. Raises if a rotation would change the model."""
     texts = [text for pair in into.norms.items() for text in pair] if isinstance(into.norms, Mapping) else []
     if not texts or not all(isinstance(text, str) for text in texts):
         raise TypeError(
@@ -228,13 +233,13 @@ def find_stream(writers: tuple[str, ...], into: ResidualStream, weights: Weights
     consumers = collections.Counter(n for after in norms.values() for n in after)
     for n, times in consumers.items():
         if n not in axes or times > 1:
-            reason = unmappable_reason(leaves[n]) if n not in axes else "it takes what several norms return"
+            reason = unmappable_reason(leaves[n]) if n not in axes else "it is after several norms"
             raise ValueError(f"`fold` needs weights of linear layers after a norm. Got {leaves[n].path}: {reason}.")
     along = [*((n, -1) for n in norms), *channels.items(), *((n, axes[n]) for n in consumers)]
     size = weights.length(next(iter(norms)), -1)
     if others := [f"{leaves[n].path} of {leaves[n].value.shape}" for n, a in along if weights.length(n, a) != size]:
         raise ValueError(
-            f"What writes to a residual stream, and what reads it, must have the {size} channels of its norms. Got "
+            f"Writers and readers of a residual stream must have the {size} channels of its norms. Got "
             f"{abbreviate_list(others)}."
         )
     weights.check_alone((*channels, *norms, *consumers))
@@ -245,21 +250,21 @@ def _find_norms(patterns: Mapping[str, str], weights: Weights) -> dict[int, list
     """Returns the weights after each norm."""
     norms: dict[int, list[int]] = {}
     for gain, after in patterns.items():
-        found, taking = weights.match(gain), weights.match(after)
+        found, consumer_matches = weights.match(gain), weights.match(after)
         for n, groups in found:
             _check_norm(weights.leaves[n], weights.leaves)
-            shared = groups.keys() & taking[0][1].keys()
-            norms[n] = [m for m, other in taking if all(other[name] == groups[name] for name in shared)]
+            shared = groups.keys() & consumer_matches[0][1].keys()
+            norms[n] = [m for m, other in consumer_matches if all(other[name] == groups[name] for name in shared)]
             if not norms[n]:
                 path = weights.leaves[n].path
-                raise ValueError(f"`fold` must name the weights that take what {path} returns. Got none.")
+                raise ValueError(f"`fold` must name the weights after {path}. Got none.")
     return norms
 
 
 def _find_writers(text: str, weights: Weights) -> Iterator[tuple[int, int]]:
-    """Returns what a pattern matches, and the axis of its channels."""
+    """Yields each leaf that a pattern matches, with the axis of its channels."""
     matched = [(n, weights.leaves[n]) for n, _ in weights.match(text)]
-    # A pattern matches weights with their biases, which have an axis less.
+    # A pattern matches weights and their biases, which have one axis less.
     ndim = max(np.ndim(leaf.value) for _, leaf in matched)
     for n, leaf in matched:
         if (reason := ineligible_reason(leaf.value)) is not None:
@@ -271,10 +276,10 @@ def _find_writers(text: str, weights: Weights) -> Iterator[tuple[int, int]]:
 
 
 def _check_norm(norm: Leaf, leaves: Sequence[Leaf]) -> None:
-    """Raises unless a rotation passes through a norm, as far as its type and its parameters tell."""
-    beside = [leaf for leaf in leaves if leaf.keys[:-1] == norm.keys[:-1]]
-    biases = [leaf.path for leaf in beside if leaf.name in ("bias", "beta", "b")]
-    # The whole name: a `T5LayerNorm` subtracts no mean.
+    """Raises unless a norm commutes with rotations, judged by its type and its parameters."""
+    siblings = [leaf for leaf in leaves if leaf.keys[:-1] == norm.keys[:-1]]
+    biases = [leaf.path for leaf in siblings if leaf.name in ("bias", "beta", "b")]
+    # Compare the whole name: a `T5LayerNorm` subtracts no mean.
     centres = any(base.__name__ == "LayerNorm" for base in type(norm.layer).__mro__)
     if centres or biases:
         reason = "subtracts the mean of its channels" if centres else f"adds {abbreviate_list(biases)}"

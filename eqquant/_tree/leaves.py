@@ -18,7 +18,7 @@ from .._wrappers.base import AbstractMatmulOverride, AbstractWrapper
 from .._wrappers.mapped import AbstractMappedArray
 
 
-# What a leaf of a model may be that is not quantized. Shapes alone stand for arrays in plans.
+# A leaf that is not quantized. In plans, shapes stand for arrays.
 DenseArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
@@ -51,12 +51,12 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """The name of the leaf in its layer: `bias` for both `layers.0.bias` and `layers.0.bias.value`."""
+        """The name of the leaf in its layer, such as `bias` for `layers.0.bias.value`."""
         return key_name(self.keys[self._depth - 1]) if self.keys else ""
 
     @property
     def layer(self) -> PyTree:
-        """The node that holds the leaf under `name`: the parent, or the node around it if the parent is a wrapper."""
+        """The node that holds the leaf as `name`: its parent, or the parent of a wrapper."""
         return self.nodes[self._depth - 1] if self.nodes else None
 
     @property
@@ -68,24 +68,24 @@ class Leaf:
 
     @property
     def float_path(self) -> str | None:
-        """The path of the leaf in the float model: `layers.0.weight`, even if an array around it multiplies otherwise.
+        """The path of the leaf in the float model: without the keys of wrappers of products.
 
-        `None` for a scale or a zero point of such products, which the float model has not.
+        `None` for a scale or a zero point of such a wrapper, which a float model does not have.
         """
-        wrapping = [isinstance(node, AbstractMatmulOverride) for node in self.nodes]
-        if any(w and key_name(key) != "array" for w, key in zip(wrapping, self.keys, strict=True)):
+        in_wrapper = [isinstance(node, AbstractMatmulOverride) for node in self.nodes]
+        if any(w and key_name(key) != "array" for w, key in zip(in_wrapper, self.keys, strict=True)):
             return None
-        if not any(wrapping):
+        if not any(in_wrapper):
             return self.path
-        keys = tuple(key for w, key in zip(wrapping, self.keys, strict=True) if not w)
+        keys = tuple(key for w, key in zip(in_wrapper, self.keys, strict=True) if not w)
         is_simple = self.path == jtu.keystr(self.keys, simple=True, separator=".")
         return (jtu.keystr(keys, simple=True, separator=".") if is_simple else jtu.keystr(keys)) or "the array"
 
     def ancestors(self) -> Iterator[tuple[str, PyTree]]:
         """Yields the layer and the nodes around it that hold nothing else, each with its name.
 
-        Ends after a list, such as `norms` in `norms.0.scale`, because the list names its items. The root comes last,
-        with an empty name, if nothing ended the walk before.
+        Ends after a list, such as `norms` in `norms.0.scale`, because the list names its items. Otherwise the root
+        comes last, with an empty name.
         """
         for n in range(self._depth - 1, 0, -1):
             key = self.keys[n - 1]
@@ -113,13 +113,13 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] = is_quantized)
 
 
 def float_leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] = is_quantized) -> dict[str, PyTree]:
-    """Returns the leaves that a float model has too, in order, by their paths there."""
+    """Returns the leaves of the float model, in order, by their paths in it."""
     leaves = named_leaves(tree, is_leaf)
     return {path: leaf.value for leaf in leaves if (path := leaf.float_path) is not None}
 
 
 def replace_leaves(tree: PyTree, values: Iterable[PyTree], is_leaf: Callable[[PyTree], bool] = is_quantized) -> PyTree:
-    """Returns a tree with other leaves, in the order of `named_leaves`."""
+    """Returns a tree with its leaves replaced, in the order of `named_leaves`."""
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), values)
 
 
@@ -140,12 +140,12 @@ def _children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:
 
 
 def as_batches(batches: PyTree | Iterable[PyTree]) -> Iterable[PyTree]:
-    """Returns what to iterate over: an array alone is one batch."""
+    """Returns an iterable of batches. A single array is one batch."""
     return [batches] if isinstance(batches, (jax.Array, np.ndarray)) else batches
 
 
 def _is_wrapper(node: PyTree, key: Hashable) -> bool:
-    """Whether a node wraps one array: a `Variable` of Flax, a `NamedArray` of haliax, or an array around another."""
+    """Whether a node wraps one array: a Flax `Variable`, a haliax `NamedArray`, or our wrapper."""
     if isinstance(node, AbstractWrapper):
         return key_name(key) == "array"
     by_name = key_name(key) in ("value", "array") or isinstance(key, jtu.FlattenedIndexKey)
@@ -161,12 +161,15 @@ def key_name(key: Hashable) -> str:
 
 
 def is_mapped(leaf: Leaf) -> bool:
-    """Whether a leaf is the stored array of one that maps its inputs, and so a weight."""
+    """Whether a leaf is the stored array of an input transform, and so a weight."""
     return isinstance(leaf.parent, AbstractMappedArray) and key_name(leaf.keys[-1]) == "array"
 
 
-def identity(x: PyTree) -> Hashable:
-    """Returns a key that is equal for the same array in two places, quantized or not. Valid while the tree is alive."""
+def identity_key(x: PyTree) -> Hashable:
+    """Returns a key that is equal for the same array in two places, quantized or not.
+
+    It is valid while the tree is alive.
+    """
     leaves, treedef = jtu.tree_flatten(x)
     return treedef, tuple(map(id, leaves))
 
@@ -179,7 +182,7 @@ def array_nbytes(x: DenseArray) -> int:
     return math.ceil(math.prod(x.shape) * bits / 8)
 
 
-def abbreviate_list(items: Iterable[str], between: str = ", ") -> str:
+def abbreviate_list(items: Iterable[str], separator: str = ", ") -> str:
     """Joins the first ten items of a list, for an error message."""
     items = list(items)
-    return between.join(items[:10]) + (f"{between}and {len(items) - 10} more" if len(items) > 10 else "")
+    return separator.join(items[:10]) + (f"{separator}and {len(items) - 10} more" if len(items) > 10 else "")

@@ -1,4 +1,4 @@
-"""Says for all leaves at once which statistics are missing, and which rule leaves them in float."""
+"""One error for all leaves without statistics, with the rule that leaves them in float."""
 
 import collections
 import fnmatch
@@ -13,21 +13,25 @@ from .leaves import abbreviate_list
 
 
 def join_errors(errors: Mapping[str, InputsError], quantized: Collection[str]) -> ValueError:
-    """Returns one error for the errors of several leaves, by path, with a rule that leaves them in float.
+    """Returns one error for several leaves, with a rule that leaves them in float.
 
-    `quantized` are the paths of all leaves to quantize. If all of them are concerned, there is no such rule.
+    - `errors`: the error of each leaf, by path.
+    - `quantized`: the paths of all leaves to quantize. If all of them have errors, there is no rule.
     """
-    alike: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    by_rule: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for error in errors.values():
-        alike[error.rule, error.remedy].append(error.got)
-    texts = [str(InputsError(rule, abbreviate_list(got), remedy)) for (rule, remedy), got in alike.items()]
+        by_rule[error.rule, error.remedy].append(error.got)
+    texts = [str(InputsError(rule, abbreviate_list(got), remedy)) for (rule, remedy), got in by_rule.items()]
     return ValueError(" ".join(texts) + _leave_in_float(errors, quantized))
 
 
 def warn_of_unused(
     notes: Mapping[str, str], quantized: Collection[str], stacklevel: int, what: str = "quantized without them"
 ) -> None:
-    """Warns of weights, by path with the reason, that no product used, so that a method has no statistics of them."""
+    """Warns of weights without statistics because no product used them.
+
+    - `notes`: the reason for each, by path.
+    """
     if notes:
         named = abbreviate_list(f"{path} ({note})" for path, note in notes.items())
         warnings.warn(
@@ -37,8 +41,8 @@ def warn_of_unused(
         )
 
 
-def unused_note(method: AbstractMethod, path: str) -> str | None:
-    """Returns why a leaf is quantized without its statistics, for a plan, or `None`."""
+def find_unused_note(method: AbstractMethod, path: str) -> str | None:
+    """Returns why a leaf is quantized without statistics, for a plan, or `None`."""
     seen = method.statistics_for(path)
     return seen.note if seen is not None and seen.axis is None else None
 
@@ -47,18 +51,18 @@ def is_lookup(seen: Statistics) -> bool:
     return bool(getattr(seen, "looked_up", False))
 
 
-def _leave_in_float(concerned: Iterable[str], quantized: Collection[str]) -> str:
-    """Returns the sentence with the rule that leaves some leaves in float, and quantizes all others."""
-    others = set(quantized).difference(concerned)
+def _leave_in_float(paths: Iterable[str], quantized: Collection[str]) -> str:
+    """Returns a sentence with the rule that leaves these leaves in float."""
+    others = set(quantized).difference(paths)
     if not others:
         return ""
-    patterns = dict.fromkeys(_pattern(path, others) for path in concerned)
+    patterns = dict.fromkeys(_make_glob(path, others) for path in paths)
     rules = ", ".join(f'"{pattern}": None' for pattern in patterns)
     return f' To leave {"it" if len(patterns) == 1 else "them"} in float: `{{{rules}, "*": ...}}`.'
 
 
-def _pattern(path: str, others: Iterable[str]) -> str:
-    """Returns a glob that matches a path, and the same leaf of other layers unless that is one of the others."""
+def _make_glob(path: str, others: Iterable[str]) -> str:
+    """Returns a glob for a path, and for the same leaf of other layers if none is in `others`."""
     exact = glob.escape(path)
     wide = re.sub(r"(?<![^.])\d+(?![^.])", "*", exact)
     return exact if any(fnmatch.fnmatchcase(other, wide) for other in others) else wide

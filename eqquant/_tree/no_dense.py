@@ -1,4 +1,4 @@
-"""`no_dense`: an error where a program decodes a whole weight, instead of a dense product in silence."""
+"""`no_dense`: raises where a program decodes a whole weight."""
 
 import contextlib
 import linecache
@@ -14,16 +14,16 @@ from .._types import PyTree
 from .leaves import abbreviate_list, named_leaves
 
 
-# Part of the key of JAX's caches: what was traced outside is traced again inside.
+# Part of the key of JAX's caches, so that a function traced outside is traced again inside.
 _inside = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
 def no_dense(model: PyTree = None) -> Iterator[None]:
-    """Raises an error where a whole quantized weight is decoded, instead of multiplied as it is stored.
+    """Raises an error where a whole quantized weight is decoded, not multiplied packed.
 
     Products with `@` and, under [`eqquant.quaxify`][], those of `jax.lax` stay packed where they can. Everything else
-    decodes the weight: right, but slower and larger. This context shows where.
+    decodes the weight: correct, but slower and larger. This context shows where.
 
     !!! Example
 
@@ -47,15 +47,15 @@ def no_dense(model: PyTree = None) -> Iterator[None]:
 
     **Raises:**
 
-    `RuntimeError` at the first weight that is decoded. It says which, by which operation, in which line of code, and
-    what to write instead.
+    `RuntimeError` at the first weight that is decoded. The message names the weight, the operation and the line of
+    code, and says what to write instead.
     """
     names: dict[tuple[object, ...], list[str]] = {}
     for leaf in named_leaves(model):
         if is_quantized(leaf.value):
             for shape in (leaf.value.shape, leaf.value.shape[1:]):  # also as a layer of a stack
                 names.setdefault(_key(leaf.value, shape), []).append(leaf.float_path or leaf.path)
-    with _inside(True), refuse_dense(_refusal(names)):
+    with _inside(True), refuse_dense(_make_refusal(names)):
         yield
 
 
@@ -63,12 +63,12 @@ def _key(q: AbstractOperand, shape: tuple[int, ...]) -> tuple[object, ...]:
     return (*sorted(length for length in shape if length != 1), getattr(q, "format", None))
 
 
-def _refusal(names: dict[tuple[object, ...], list[str]]) -> Callable[[AbstractOperand], None]:
+def _make_refusal(names: dict[tuple[object, ...], list[str]]) -> Callable[[AbstractOperand], None]:
     def refuse(q: AbstractOperand) -> None:
         found = names.get(_key(q, q.shape), [])
         weight = f"{q.dtype.name}[{','.join(map(str, q.shape))}] in {getattr(q, 'format', None)!r}"
         named = f"`{found[0]}`, " if len(found) == 1 else f"one of {abbreviate_list(found)}, " if found else ""
-        line, operation = _compat.current_line(), _compat.operation_of_quax()
+        line, operation = _compat.current_line(), _compat.find_quax_operation()
         by = "" if operation is None else f", by `{operation}`"
         if operation is None:
             remedy = "Call the function under `eqq.quaxify`, or write the product as `w @ x` or `x @ w`."
@@ -78,13 +78,13 @@ def _refusal(names: dict[tuple[object, ...], list[str]]) -> Callable[[AbstractOp
                 f"rule, `{{{found[0] if found else 'path'!r}: None}}`."
             )
         raise RuntimeError(
-            f"Inside `no_dense` no whole weight may be decoded. Got {named}{weight}{by}{_at(line)}. {remedy}"
+            f"Inside `no_dense` no whole weight may be decoded. Got {named}{weight}{by}{_describe_line(line)}. {remedy}"
         )
 
     return refuse
 
 
-def _at(line: _compat.Line | None) -> str:
+def _describe_line(line: _compat.Line | None) -> str:
     if line is None:
         return ""
     code = linecache.getline(line.file, line.number).strip()

@@ -1,6 +1,6 @@
-"""Pairs of layers that factors can move between, and rotations, for families of models.
+"""Pairs of layers to fold into, and rotations, for families of models.
 
-They are for `eqq.transforms.smooth` and `eqq.transforms.rotate`.
+They are the `fold` of `eqq.transforms.smooth` and `eqq.transforms.rotate`.
 """
 
 from .folds import FoldInto, Folds, ResidualStream, Rotations
@@ -37,7 +37,7 @@ def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layer
 
 
 def llama_rotations(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Rotations:
-    """Returns the rotations of Llama and its relatives that cost nothing.
+    """Returns the rotations of Llama and its relatives that cost nothing at run time.
 
     By the paths of [`eqquant.io.names.llama`][], for [`eqquant.transforms.rotate`][]: the residual stream, and the
     heads of values with the outputs of attention. Only `down` remains, which takes a product of two layers and rotates

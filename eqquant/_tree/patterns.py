@@ -1,4 +1,4 @@
-"""Patterns with groups: `layers.{n}.{x:q|k}.{p}`, where `{n}` is a part of a path and `*` is anything."""
+"""Patterns with groups, such as `layers.{n}.{x:q|k}.{p}`, compiled to regular expressions."""
 
 import re
 
@@ -8,7 +8,10 @@ _TOKEN = re.compile(r"\{(\w+)(?::([^{}]*))?\}|(\*)")
 
 
 def compile_pattern(key: str, argument: str) -> re.Pattern[str]:
-    """`{n}` is a part of a name without dots, `{x:a|b}` is `a` or `b`, and `*` is anything."""
+    """Returns the regular expression of a pattern.
+
+    `{n}` matches a part of a name without dots, `{x:a|b}` matches `a` or `b`, and `*` matches anything.
+    """
     if "{" in (rest := _TOKEN.sub("", key)) or "}" in rest:
         raise ValueError(f"The patterns of `{argument}` must have groups such as {{n}} or {{x:q|k|v}}. Got {key!r}.")
     out, at, seen = "", 0, set()

@@ -1,4 +1,4 @@
-"""The shardings of the leaves of a model: their own, or those that rules, a function or a tree give them."""
+"""Shardings of the leaves of a model: current ones, or by rules, a function or a tree."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -50,18 +50,19 @@ def tree_shardings(tree: PyTree, shardings: Shardings | None = None) -> PyTree:
     than one. The message names the leaf.
     """
     leaves = list(named_leaves(tree))
-    wanted = wanted_shardings(tree, leaves, shardings)
+    wanted = resolve_shardings(tree, leaves, shardings)
     done = [
-        _as_is(leaf.value) if shardings is None else _would_be(leaf, s) for leaf, s in zip(leaves, wanted, strict=True)
+        _current_shardings(leaf.value) if shardings is None else _planned_sharding(leaf, s)
+        for leaf, s in zip(leaves, wanted, strict=True)
     ]
     return replace_leaves(tree, done)
 
 
-def wanted_shardings(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings | None) -> list[NamedSharding | None]:
-    """Returns the sharding that each leaf must get, or `None` for a leaf that keeps its own."""
+def resolve_shardings(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings | None) -> list[NamedSharding | None]:
+    """Returns the requested sharding of each leaf; `None` for a leaf that keeps its own."""
     if shardings is None:
         return [None] * len(leaves)
-    specs = _specs(tree, leaves, shardings)
+    specs = _list_specs(tree, leaves, shardings)
     wanted, meshes = [], {}
     for leaf, spec in zip(leaves, specs, strict=True):
         if spec is None or not _is_array(leaf.value):
@@ -84,19 +85,19 @@ def wanted_shardings(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings 
 
 
 def move(x: PyTree, sharding: NamedSharding | None) -> PyTree:
-    """Places a leaf; for a `ShapeDtypeStruct`, only records the sharding."""
+    """Returns a leaf with a sharding. Of a `ShapeDtypeStruct`, only records it."""
     if sharding is None or not _is_array(x):
         return x
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(x)):
         shardings = leaf_shardings(x, sharding) if is_quantized(x) else sharding
-        said = jtu.tree_map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), x, shardings)
-        return dataclasses.replace(said, logical_sharding=sharding) if is_quantized(x) else said
+        struct = jtu.tree_map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), x, shardings)
+        return dataclasses.replace(struct, logical_sharding=sharding) if is_quantized(x) else struct
     if is_quantized(x):
         return x if x.sharding == sharding else x.with_sharding(sharding)
     return place(x, sharding)
 
 
-def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[object]:
+def _list_specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[object]:
     if isinstance(shardings, jax.sharding.Mesh):
         raise TypeError(f"`shardings` must be rules, a function or a tree. Got {shardings!r}. Write {{'*': ...}}.")
     is_spec = lambda x: x is None or isinstance(x, (NamedSharding, PartitionSpec))
@@ -108,7 +109,7 @@ def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[o
     if callable(shardings) and jtu.all_leaves([shardings]):  # a model may be callable too
         return [shardings(leaf.path, leaf.value) for leaf in leaves]
     try:
-        spread = jtu.tree_map(
+        boxes = jtu.tree_map(
             lambda spec, node: jtu.tree_map(lambda _: _Box(spec), node, is_leaf=is_quantized),
             shardings,
             tree,
@@ -116,11 +117,11 @@ def _specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> list[o
         )
     except ValueError as e:
         raise ValueError(f"`shardings` must be rules, or a tree that is a prefix of the model. {e}") from None
-    return [box.spec for box in jtu.tree_leaves(spread)]
+    return [box.spec for box in jtu.tree_leaves(boxes)]
 
 
 class _Box:
-    """Holds a spec as one leaf. To JAX, `None` is no leaf, and a `PartitionSpec` may be a tuple."""
+    """A spec as one leaf. For JAX, `None` is not a leaf, and a `PartitionSpec` may be a tuple."""
 
     def __init__(self, spec: Spec | None) -> None:
         self.spec = spec
@@ -136,7 +137,7 @@ def _check(leaf: Leaf, sharding: NamedSharding) -> None:
         raise ValueError(f"{leaf.path}, of shape {shape}, cannot be sharded like this. {e}") from None
 
 
-def _would_be(leaf: Leaf, sharding: NamedSharding | None) -> PyTree:
+def _planned_sharding(leaf: Leaf, sharding: NamedSharding | None) -> PyTree:
     if not is_quantized(leaf.value):
         return sharding
     if sharding is None:
@@ -144,7 +145,7 @@ def _would_be(leaf: Leaf, sharding: NamedSharding | None) -> PyTree:
     return leaf_shardings(leaf.value, sharding, leaf.path)
 
 
-def _as_is(x: PyTree) -> PyTree:
+def _current_shardings(x: PyTree) -> PyTree:
     if not is_quantized(x):
         return getattr(x, "sharding", None) if _is_array(x) else None
     # The leaves of a `ShapeDtypeStruct` may have no shardings, only the sharding of the logical array.
@@ -155,13 +156,13 @@ def _as_is(x: PyTree) -> PyTree:
 
 
 def current_sharding(x: PyTree) -> NamedSharding | None:
-    """Returns the sharding of an array on a mesh, `None` for any other and for traced ones."""
+    """Returns the sharding of an array on a mesh; `None` for any other array and for a tracer."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def replicated_sharding(sharding: Sharding | None) -> NamedSharding | None:
-    """Returns the sharding of an array that each device of a mesh holds, such as the state of an optimizer."""
+    """Returns a replicated sharding on the same mesh, such as for the state of an optimizer."""
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
 

@@ -1,4 +1,4 @@
-"""Quantizes whole models, or plans what that would do."""
+"""Quantizes whole models, or plans it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._array.checks import as_jax_array, as_method, check_dtype, check_finite, 
 from .._array.quantize import quantize_array
 from .._array.sharding import leaf_shardings
 from .._array.value import AbstractArrayValue
-from .._errors import FORMAT_KEYWORDS, teach_keywords
+from .._errors import FORMAT_KEYWORDS, suggest_keywords
 from .._mesh import full_spec, on_device
 from .._methods import AbsMax, AbstractMethod
 from .._methods.inputs import InputsError
@@ -26,12 +26,12 @@ from .._wrappers.simulated import fake_quantize_array, FakeQuantizedArray
 from .config import ActivationsLike
 from .decide import decide, decide_activations, Decision, FormatRules
 from .leaves import replace_leaves
-from .missing import is_lookup, join_errors, unused_note, warn_of_unused
-from .placement import current_sharding, move, Shardings, wanted_shardings
+from .missing import find_unused_note, is_lookup, join_errors, warn_of_unused
+from .placement import current_sharding, move, resolve_shardings, Shardings
 from .report import TreeReport
 from .select import Where
-from .sizes import dense_nbytes, quantized_struct
-from .summary import quantized_row, row_of
+from .sizes import dense_nbytes, quantize_struct
+from .summary import make_quantized_row, make_rows
 
 
 _REMEDIES = {
@@ -43,7 +43,7 @@ _REMEDIES = {
 }
 
 
-@teach_keywords(**_REMEDIES)
+@suggest_keywords(**_REMEDIES)
 def quantize_tree(
     tree: PyTree,
     format: FormatRules = "nf4",
@@ -93,20 +93,20 @@ def quantize_tree(
     - `key`: for stochastic rounding.
     - `progress`: whether to show a progress bar.
     - `simulate`: keeps each weight in float, as the master of a [`eqquant.arrays.FakeQuantizedArray`][] that quantizes
-        it at every use. Train the model as usual, then call [`eqquant.finalize`][].
+        it at every use (fake quantization). Train the model as usual, then call [`eqquant.finalize`][].
     - `shardings`: the shardings of leaves, quantized or not: a mapping from patterns, as in `format`, or a function
         `(path, leaf)`, or a tree that is a prefix of the model; each gives the `NamedSharding` of the logical array, or
         a `PartitionSpec` on the mesh of `jax.set_mesh`, or `None`. All other leaves keep their sharding: each device
         quantizes its shard of a sharded weight, and nothing is gathered.
     - `method`: the method that chooses scales and codes, or the name of one that needs no statistics (`"mse"`);
         [`eqquant.AbsMax`][] by default. A [`eqquant.QuantConfig`][] sets the method of one rule.
-    - `activations`: the format that products quantize the other operand to, or its lower-case name: each example gets
-        scales of its own. Or the statistics of inputs that [`eqquant.calibrate.collect_stats`][] returns, which hold
-        one scale for each weight. By default products take floats. A [`eqquant.QuantConfig`][] sets it for one rule.
-        Weights that no product uses, such as embeddings, stay without, and if a rule reaches no others, that is an
-        error; convolutions multiply codes under [`eqquant.quaxify`][].
-    - `learn_scales`: with `simulate`, whether scales train beside the masters, those of calibrated activations too
-        (learned step sizes). They need a format with plain scales: integers, `NF4`, `FP8`.
+    - `activations`: the format of activations, or its lower-case name, for dynamic quantization: one scale per token.
+        Or the statistics of inputs that [`eqquant.calibrate.collect_stats`][] returns, for static quantization: one
+        scale per tensor. By default quantization is weight-only. A [`eqquant.QuantConfig`][] sets it for one rule.
+        Weights that no product uses, such as embeddings, stay weight-only; a rule that reaches no others is an error.
+        Convolutions multiply codes under [`eqquant.quaxify`][].
+    - `learn_scales`: with `simulate`, whether scales train with the masters, also the scales of static activations
+        (learned step sizes, LSQ). They need a format with plain scales: integers, `NF4`, `FP8`.
 
     **Returns:**
 
@@ -128,33 +128,35 @@ def quantize_tree(
         raise ValueError("`key` must be None with `simulate=True`, which rounds to nearest at each use. Got a key.")
     if learn_scales and not simulate:
         raise ValueError("`learn_scales=True` must come with `simulate=True`, whose scales can train. Got it alone.")
-    default = as_method(method)
-    decisions = decide(tree, format, where, axis, activations, default)
-    wanted = wanted_shardings(tree, [d.leaf for d in decisions], shardings)
-    wanted = [_sharding_of(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)]
-    work = [n for n, d in enumerate(decisions) if d.format is not None]
-    methods = _find_methods(decisions, default)
-    keys = dict(zip(work, [None] * len(work) if key is None else jr.split(key, len(work)), strict=True))
+    default_method = as_method(method)
+    decisions = decide(tree, format, where, axis, activations, default_method)
+    wanted = resolve_shardings(tree, [d.leaf for d in decisions], shardings)
+    wanted = [
+        _resolve_sharding(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)
+    ]
+    numbers = [n for n, d in enumerate(decisions) if d.format is not None]
+    methods = _find_methods(decisions, default_method)
+    keys = dict(zip(numbers, [None] * len(numbers) if key is None else jr.split(key, len(numbers)), strict=True))
     values = [move(d.leaf.value, None if d.format else s) for d, s in zip(decisions, wanted, strict=True)]
-    done: dict[Hashable, QuantizedArray | FakeQuantizedArray] = {}  # an array that appears twice is quantized once
-    for n in track(work, "Quantizing") if progress else work:
+    results: dict[Hashable, QuantizedArray | FakeQuantizedArray] = {}  # a shared array is quantized once
+    for n in track(numbers, "Quantizing") if progress else numbers:
         decision = decisions[n]
         same = (id(decision.leaf.value), decision.format, decision.axes, wanted[n], id(decision.method))
-        if same not in done:
+        if same not in results:
             encode = (
                 ft.partial(fake_quantize_array, learn_scales=learn_scales, method=methods[n])
                 if simulate
                 else ft.partial(quantize_array, key=keys[n], method=methods[n])
             )
-            done[same] = _quantize_leaf(decision, encode, dtype, wanted[n])
-        values[n] = done[same]
-    return replace_leaves(tree, [with_activations(d, x, learn_scales) for d, x in zip(decisions, values, strict=True)])
+            results[same] = _quantize_leaf(decision, encode, dtype, wanted[n])
+        values[n] = results[same]
+    return replace_leaves(tree, [add_activations(d, x, learn_scales) for d, x in zip(decisions, values, strict=True)])
 
 
 def quantize_activations(tree: PyTree, activations: ActivationsLike = "int8", *, where: Where | None = None) -> PyTree:
-    """Lets products of a quantized model quantize their activations too. Weights keep their codes.
+    """Returns a quantized model whose products quantize activations too.
 
-    [`eqquant.quantize_tree`][] with `activations=` does the same for a model in float.
+    Weights keep their codes. [`eqquant.quantize_tree`][] with `activations=` does the same for a model in float.
 
     !!! Example
 
@@ -179,14 +181,14 @@ def quantize_activations(tree: PyTree, activations: ActivationsLike = "int8", *,
 
     **Raises:**
 
-    `ValueError` if no weight can take activations; the message says of each weight why.
+    `ValueError` if no weight can take activations; the message gives the reason for each.
     """
     decisions = decide_activations(tree, where, activations)
-    return replace_leaves(tree, [with_activations(d, d.leaf.value) for d in decisions])
+    return replace_leaves(tree, [add_activations(d, d.leaf.value) for d in decisions])
 
 
-def with_activations(decision: Decision, w: PyTree, learn_scales: bool = False) -> PyTree:
-    """Returns a quantized weight whose products quantize activations, if that is the decision."""
+def add_activations(decision: Decision, w: PyTree, learn_scales: bool = False) -> PyTree:
+    """Returns a quantized weight, wrapped to quantize activations if the decision has them."""
     if not isinstance(w, AbstractArrayValue) or decision.activations is None:
         return w
     try:
@@ -196,11 +198,11 @@ def with_activations(decision: Decision, w: PyTree, learn_scales: bool = False) 
         raise ValueError(f"{decision.leaf.path}: {e}") from None
 
 
-def _find_methods(decisions: Sequence[Decision], default: AbstractMethod) -> dict[int, AbstractMethod]:
-    """Returns the method of each leaf to quantize, by number, which has the statistics of that leaf.
+def _find_methods(decisions: Sequence[Decision], default_method: AbstractMethod) -> dict[int, AbstractMethod]:
+    """Returns the method of each leaf to quantize, by number, with the statistics of the leaf.
 
-    A leaf that no product used gets the method without inputs, and a warning says so. Raises one error for all leaves
-    whose statistics are missing, or are those of another array.
+    A leaf that no product used gets the method without inputs, with a warning. Raises one error for all leaves whose
+    statistics are missing, or belong to another array.
     """
     methods: dict[int, AbstractMethod] = {}
     errors: dict[str, InputsError] = {}
@@ -208,7 +210,7 @@ def _find_methods(decisions: Sequence[Decision], default: AbstractMethod) -> dic
     for n, decision in enumerate(decisions):
         if decision.format is None:
             continue
-        leaf, method = decision.leaf, decision.method or default
+        leaf, method = decision.leaf, decision.method or default_method
         try:
             methods[n] = method.for_leaf(leaf.path)
             methods[n].check(leaf.path, tuple(leaf.value.shape), decision.axes)
@@ -224,19 +226,24 @@ def _find_methods(decisions: Sequence[Decision], default: AbstractMethod) -> dic
     return methods
 
 
-def _sharding_of(decision: Decision, wanted: NamedSharding | None, dtype: DTypeLike | None) -> NamedSharding | None:
-    """Returns the wanted sharding of a leaf, or its current one. Raises if the quantized leaf cannot have it."""
+def _resolve_sharding(
+    decision: Decision, wanted: NamedSharding | None, dtype: DTypeLike | None
+) -> NamedSharding | None:
+    """Returns the requested sharding of a leaf, or its current one.
+
+    Raises if the quantized leaf cannot have it.
+    """
     x = decision.leaf.value
     actual = current_sharding(x)
     sharding = wanted or (None if actual is None else full_spec(actual, x.ndim))
     if decision.format is not None and sharding is not None:
-        q = quantized_struct(x, decision.format, decision.axes, dtype)
+        q = quantize_struct(x, decision.format, decision.axes, dtype)
         leaf_shardings(q, sharding, decision.leaf.path)
     return sharding
 
 
 def quantize_leaf(decision: Decision, method: AbstractMethod, dtype: DTypeLike | None) -> QuantizedArray:
-    """Quantizes one leaf by a method that has its statistics, as `quantize_tree` does. It keeps its sharding."""
+    """Returns one leaf quantized by a method with its statistics. It keeps its sharding."""
     method.check(decision.leaf.path, tuple(decision.leaf.value.shape), decision.axes)
     method.check_weight(decision.leaf.path, decision.leaf.value)
     encode = ft.partial(quantize_array, key=None, method=method)
@@ -255,11 +262,11 @@ def _quantize_leaf(
         return move(q, sharding) if isinstance(q, QuantizedArray) else q
     x = on_device(move(as_jax_array(leaf.value), sharding))
     check_finite(x, leaf.path)
-    # Waits, so that the temporaries of one leaf are freed before the next leaf needs memory.
+    # Wait, so that the temporaries of this leaf are freed before the next one needs memory.
     return jax.block_until_ready(encode(x))
 
 
-@teach_keywords(**_REMEDIES)
+@suggest_keywords(**_REMEDIES)
 def plan_tree(
     tree: PyTree,
     format: FormatRules | None = "nf4",
@@ -270,7 +277,7 @@ def plan_tree(
     method: MethodLike | None = None,
     activations: ActivationsLike | None = None,
 ) -> TreeReport:
-    """Plans what [`eqquant.quantize_tree`][] would do with these arguments: a dry run that computes nothing.
+    """Returns what [`eqquant.quantize_tree`][] would do: a dry run that computes nothing.
 
     !!! Example
 
@@ -286,7 +293,7 @@ def plan_tree(
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`. By default every weight is quantized.
     - `axis`: the axis (or axes) along which blocks run, for every selected leaf. By default the input axes.
     - `dtype`: the dtype that the leaves dequantize to; by default, their own.
-    - `method`: how codes would be found. The reason of each leaf names a method that is not the default.
+    - `method`: the method that would choose codes. The reason of each leaf names a method that is not the default.
     - `activations`: as for [`eqquant.quantize_tree`][].
 
     **Returns:**
@@ -305,27 +312,27 @@ def plan_tree(
 
     As [`eqquant.quantize_tree`][], except that it does not check whether values are finite.
     """
-    rows, default = [], as_method(method)
+    rows, default_method = [], as_method(method)
     if format is None and activations is not None:
         decisions = decide_activations(tree, where, activations, axis=axis, dtype=dtype, method=method)
     else:
-        decisions = decide(tree, format, where, axis, activations, default)  # pyright: ignore[reportArgumentType]
+        decisions = decide(tree, format, where, axis, activations, default_method)  # pyright: ignore[reportArgumentType]
     for decision in decisions:
         leaf, reason = decision.leaf, decision.reason
         if decision.format is None:
-            planned = row_of(leaf, reason)
+            planned = make_rows(leaf, reason)
         else:
-            reason += _show_method(decision.method or default, leaf.path)
-            struct = quantized_struct(leaf.value, decision.format, decision.axes, dtype)
-            planned = [quantized_row(leaf.path, struct, reason, dense_nbytes(leaf.value))]
-        activated = decision.activations
-        rows += [row if activated is None else row._replace(activations=activated.format) for row in planned]
+            reason += _show_method(decision.method or default_method, leaf.path)
+            struct = quantize_struct(leaf.value, decision.format, decision.axes, dtype)
+            planned = [make_quantized_row(leaf.path, struct, reason, dense_nbytes(leaf.value))]
+        chosen = decision.activations
+        rows += [row if chosen is None else row._replace(activations=chosen.format) for row in planned]
     return TreeReport(tuple(rows), planned=True)
 
 
 def _show_method(method: AbstractMethod, path: str) -> str:
-    """Returns the end of a reason: the method, if it is not the default, and why a leaf gets it without statistics."""
-    note = unused_note(method, path)
-    own = method if note is None else method.for_leaf(path)
-    named = "" if own == AbsMax() and note is None else f", by {type(own).__name__}"
+    """Returns the end of a reason: the method if it is not the default, and its note."""
+    note = find_unused_note(method, path)
+    leaf_method = method if note is None else method.for_leaf(path)
+    named = "" if leaf_method == AbsMax() and note is None else f", by {type(leaf_method).__name__}"
     return named if note is None else f"; {note}{named}"

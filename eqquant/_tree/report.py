@@ -19,7 +19,7 @@ class LeafReport(NamedTuple):
 
     `format` is `None` for a leaf that is not quantized, and `reason` says why. `nbytes` are the stored bytes, and
     `dense_nbytes` the bytes of the same leaf in its logical dtype. `bits` are per value, including scales.
-    `activations` is the format that products quantize the other operand to, `None` if they take floats.
+    `activations` is the format of activations, `None` for weight-only quantization.
     """
 
     derived = ("bits",)
@@ -40,7 +40,7 @@ class LeafReport(NamedTuple):
 
     @property
     def stored_as(self) -> str:
-        """The format, and that of activations if they are quantized, or the dtype."""
+        """The format, with the format of activations if they are quantized; or the dtype."""
         if self.format is None:
             return self.dtype
         return repr(self.format) if self.activations is None else f"{self.format!r} x {self.activations!r}"
@@ -51,7 +51,9 @@ class LeafReport(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TreeReport(Report):
-    """The result of [`eqquant.plan_tree`][] or [`eqquant.summary`][]: a row for each array. Prints as a table.
+    """A report with a row for each array of a tree. Prints as a table.
+
+    [`eqquant.plan_tree`][] and [`eqquant.summary`][] return it.
 
     - `leaves`: the rows, each with `path`, `shape`, `dtype`, `format`, `axis`, `reason`, `nbytes`, `dense_nbytes`,
         `activations` and `bits`.
@@ -82,7 +84,7 @@ class TreeReport(Report):
 
     @property
     def quantized_bits(self) -> float:
-        """Bits per value over the quantized leaves only, as [`eqquant.analysis.plan_bits`][] counts them."""
+        """Bits per value over the quantized leaves, as in [`eqquant.analysis.plan_bits`][]."""
         return _bits([leaf for leaf in self.leaves if leaf.format is not None])
 
     def table(self, every_leaf: bool = False) -> Table:
@@ -91,14 +93,14 @@ class TreeReport(Report):
         **Arguments:**
 
         - `every_leaf`: whether each array gets its own row. Otherwise repeated layers share rows, such as
-            `layers.*.weight (12)`, and so do small arrays that stay in float for the same reason, such as biases.
+            `layers.*.weight (12)`, and so do small arrays that stay in float for the key reason, such as biases.
         """
         table = report_table("parameter", "stored as", "reason", "bits", "size", text=3)
         table.show_footer = True
-        # Names matter most: what stands beside them wraps first.
+        # Names matter most, so the other columns wrap first.
         for column, width in zip(table.columns[1:3], (22, 20), strict=True):
             column.max_width = width
-        ordered = sorted(self.leaves, key=lambda leaf: leaf.format is None)  # what is quantized comes first
+        ordered = sorted(self.leaves, key=lambda leaf: leaf.format is None)  # quantized leaves first
         for name, rows in [(leaf.path, [leaf]) for leaf in ordered] if every_leaf else _group_rows(ordered):
             first = rows[0]
             stored = Name(first.stored_as)
@@ -132,22 +134,22 @@ def _bits(leaves: Iterable[LeafReport]) -> float:
 
 
 def _group_rows(leaves: Sequence[LeafReport]) -> list[tuple[str, list[LeafReport]]]:
-    """Returns groups of leaves with their names: repeated layers together, then what is small and stays in float."""
+    """Returns groups of leaves with a name each: repeated layers, then small float arrays."""
     total = sum(leaf.dense_nbytes for leaf in leaves)
     layers, small = {}, {}
     for leaf in leaves:
         if leaf.format is None and leaf.nbytes <= total / 100:
             small.setdefault((leaf.dtype, leaf.reason), []).append(leaf)
         else:
-            same = (_pattern(leaf.path), leaf.shape, leaf.dtype, leaf.format, leaf.activations, leaf.reason)
-            layers.setdefault(same, []).append(leaf)
+            key = (_make_glob(leaf.path), leaf.shape, leaf.dtype, leaf.format, leaf.activations, leaf.reason)
+            layers.setdefault(key, []).append(leaf)
     name = lambda group, many: group[0].path if len(group) == 1 else many
     return [
-        *((name(group, f"{same[0]} ({len(group)})"), group) for same, group in layers.items()),
+        *((name(group, f"{key[0]} ({len(group)})"), group) for key, group in layers.items()),
         *((name(group, f"{len(group)} arrays"), group) for group in small.values()),
     ]
 
 
-def _pattern(path: str) -> str:
-    """Returns the path with a star in the place of each number of a layer."""
+def _make_glob(path: str) -> str:
+    """Returns the path with `*` for the number of each layer."""
     return re.sub(r"(?<![^.\[])\d+(?![^.\]])", "*", path)

@@ -1,7 +1,7 @@
-"""Says what a model does with an array that no product uses, by the layer that holds it and by its name.
+"""The role of an array that no product uses, by the layer that holds it or by its name.
 
-`role_by_place` is sure: the class of a layer, or the name of a bias or a norm. `role_by_name` is a convention of
-authors, so rules of a user and observed products overrule it.
+`role_by_place` is certain: the class of a layer, or the name of a bias or a norm. `role_by_name` follows conventions,
+so rules of the user and observed products override it.
 """
 
 import re
@@ -13,18 +13,18 @@ from .leaves import key_name, Leaf
 
 
 def role_by_place(leaf: Leaf) -> str | None:
-    """Returns what an array is by the layer that holds it: a state, a bias or a parameter of a norm; or `None`."""
-    return _state(leaf) or elementwise_role(leaf)
+    """Returns the role of an array by its layer: state, bias, parameter of a norm; or `None`."""
+    return _find_state(leaf) or elementwise_role(leaf)
 
 
 def elementwise_role(leaf: Leaf) -> str | None:
-    """Returns what an array is that a layer adds, or multiplies by value by value, or `None`."""
+    """Returns the role of an array that a layer adds or multiplies by elementwise, or `None`."""
     if _is_norm_parameter(leaf):
         return "a parameter of a normalisation layer"
-    return "a bias" if _is_bias(leaf) else None  # whatever its shape: those of stacked layers have two dimensions
+    return "a bias" if _is_bias(leaf) else None  # whatever its shape: biases of stacked layers have two dimensions
 
 
-# By the name of the array itself, in lower case, without digits of a list. `pos_embed.weight` is a weight of a layer.
+# Matched against the name of the array itself, in lower case, not of a list index: `pos_embed.weight` is a weight.
 _ROLES = {
     "a position table": re.compile(
         r"(^|_)pos(ition(al)?)?_?(emb|enc)[a-z]*(_(?!proj|weight)\w+)?$"
@@ -51,7 +51,7 @@ _LOW_RANK = re.compile(r"^lora(_|$)|(^|_)lora_?(a|b|up|down)$")
 
 
 def role_by_name(leaf: Leaf) -> str | None:
-    """Returns what an array is by its name, such as `pos_embed`, `cls_token`, `A_log` or `gamma`, or `None`."""
+    """Returns the role of an array by its name, such as `pos_embed` or `A_log`, or `None`."""
     names = [key_name(key).lower() for key in leaf.keys]
     in_factors = "lora" in type(leaf.layer).__name__.lower()
     if any(_LOW_RANK.search(name) or (in_factors and name.strip("_") in ("a", "b")) for name in names):
@@ -61,16 +61,18 @@ def role_by_name(leaf: Leaf) -> str | None:
     return None if role is None else f"{role}, by its name"
 
 
-def _state(leaf: Leaf) -> str | None:
-    """Returns which node keeps a leaf from one call to the next, or `None`: of Equinox, optax, Flax, or a cache."""
-    kept = [node for node in leaf.nodes if isinstance(node, (eqx.nn.State, eqx.nn.StateIndex)) or _is_of_optax(node)]
+def _find_state(leaf: Leaf) -> str | None:
+    """Returns the role of a leaf of state (of Equinox, optax, Flax, or a cache), or `None`."""
+    holders = [
+        node for node in leaf.nodes if isinstance(node, (eqx.nn.State, eqx.nn.StateIndex)) or _is_optax_state(node)
+    ]
     holder = type(leaf.layer).__name__
     if holder.endswith("Cache") or holder == "BatchStat":
-        kept.append(leaf.layer)
-    return f"state, in a `{type(kept[0]).__name__}`" if kept else None
+        holders.append(leaf.layer)
+    return f"state, in a `{type(holders[0]).__name__}`" if holders else None
 
 
-def _is_of_optax(node: PyTree) -> bool:
+def _is_optax_state(node: PyTree) -> bool:
     return type(node).__module__.split(".")[0] == "optax" and type(node).__name__.endswith("State")
 
 
@@ -95,8 +97,8 @@ def _is_norm_parameter(leaf: Leaf) -> bool:
     # By the class of the layer, or in a dictionary of parameters by the names of both. Flax calls its weights `kernel`.
     if leaf.name == "kernel":
         return False
-    named = leaf.name in _NORM_PARAMETERS
-    return any(_is_norm_layer(node) or (named and _is_norm_name(name)) for name, node in leaf.ancestors())
+    has_norm_name = leaf.name in _NORM_PARAMETERS
+    return any(_is_norm_layer(node) or (has_norm_name and _is_norm_name(name)) for name, node in leaf.ancestors())
 
 
 def _is_norm_layer(node: PyTree) -> bool:

@@ -1,4 +1,4 @@
-"""Rotates the inputs of weights: in the weights before them, or online, where each product transforms its operand."""
+"""Rotates the inputs of weights: folded into the layers before, or online in each product."""
 
 import functools as ft
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from .._array.checks import as_jax_array
 from .._numerics import hadamard
 from .._types import PyTree
 from .._wrappers.rotated import RotatedArray
-from .change import Apply, Change, change_model, Changes, multiply_inputs, select_weights
+from .change import Apply, Change, change_model, FoldChanges, multiply_inputs, select_weights
 from .folds import find_folds, find_stream, Fold, ResidualStream, Rotations, Stream, Weights
 from .leaves import abbreviate_list, DenseArray
 from .select import Selection, Where
@@ -28,14 +28,15 @@ def rotate(
     batches: Iterable[PyTree] | None = None,
     apply: Apply | None = None,
 ) -> PyTree:
-    r"""Rotates the inputs of weights by a randomised Hadamard transform, so that no input and no weight is far larger
-    than the others. Call it before you quantize.
+    r"""Returns a model with the inputs of weights rotated by a randomised Hadamard transform.
+
+    After it no input and no weight is far larger than the others. Call it before you quantize.
 
     Each weight $W$ becomes an array that stores $V = W R^T$ as `weight.array`, and computes $V (R x)$: the
     same model up to rounding in float32. Then quantize it as any other: formats and methods see $V$,
-    [`eqquant.calibrate.collect_stats`][] sees the rotated inputs, and so do quantized activations. That is what makes
-    two and three bits work with one scale for each row, and activations of four bits. Weights in small blocks gain
-    little, because a large value affects only its own block.
+    [`eqquant.calibrate.collect_stats`][] sees the rotated inputs, and so do quantized activations. This makes two and
+    three bits work with per-channel scales, and activations of four bits. Weights in small blocks gain little, because
+    a large value affects only its own block.
 
     !!! Example
 
@@ -49,8 +50,8 @@ def rotate(
     [`eqquant.dequantize_tree`][] returns the dense weights $W$.
 
     It costs nothing where the layers before can return rotated outputs. You name these as `fold`: a residual stream,
-    with what writes to it and what reads it, and pairs of layers such as the values and the output of attention. Their
-    weights stay plain arrays, and all others rotate online.
+    with its writers and readers, and pairs of layers such as the values and the output of attention. Their weights stay
+    plain arrays, and all others rotate online.
 
     !!! Example
 
@@ -65,17 +66,18 @@ def rotate(
     **Arguments:**
 
     - `model`: any pytree of floats.
-    - `fold`: from patterns of what makes channels to what takes them: an [`eqquant.transforms.ResidualStream`][], or
+    - `fold`: from patterns of producers of channels to their consumers: an [`eqquant.transforms.ResidualStream`][], or
         for a pair of layers an [`eqquant.transforms.FoldInto`][] or the pattern of a weight, as in
         [`eqquant.transforms.smooth`][]. In a pair nothing but sums over tokens may stand between the two.
         `eqq.transforms` has those of some families of models.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`, whose inputs are rotated. By default, every
         weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions.
     - `axis`: the axis of the inputs of every weight, if it is not known: -2 for weights that are used as `x @ w`.
-    - `seed`: of the random signs. It is part of the structure of the result, which has no more leaves than `model`.
-    - `online`: whether weights that `fold` does not reach rotate their operands. Otherwise they stay as they are.
-    - `batches`, `apply`: data on which to compare the result with the model before, and a function
-        `(model, batch) -> outputs`, as for [`eqquant.transforms.smooth`][].
+    - `seed`: the seed of the random signs. It is part of the structure of the result, which has no more leaves than
+        `model`.
+    - `online`: whether weights that `fold` does not reach rotate online. Otherwise they are left alone.
+    - `batches`, `apply`: data on which to compare the result with the original model, and a function `(model, batch) ->
+        outputs`, as for [`eqquant.transforms.smooth`][].
 
     **Returns:**
 
@@ -96,35 +98,35 @@ def rotate(
         )
     selections, weights = select_weights(model, where, axis)
     chosen = {n for n, (_, reason) in enumerate(selections) if reason is None and n in weights.axes}
-    turns = _find_turns(fold or {}, weights, seed)
-    for turn in turns:
-        _check_together(turn, selections, chosen)
-    turns = [turn for turn in turns if chosen.issuperset(turn.consumers)]
-    alone = sorted(chosen.difference(*(turn.consumers for turn in turns))) if online else []
-    if not turns and chosen and not online:
+    rotations = _find_rotations(fold or {}, weights, seed)
+    for rotation in rotations:
+        _check_all_selected(rotation, selections, chosen)
+    rotations = [rotation for rotation in rotations if chosen.issuperset(rotation.consumers)]
+    online_weights = sorted(chosen.difference(*(rotation.consumers for rotation in rotations))) if online else []
+    if not rotations and chosen and not online:
         raise ValueError(
             "With `online=False`, `rotate` changes only what `fold` names. Got "
             f"{'no weight of `fold` among those that `where` selects' if fold else 'no `fold`'}."
         )
-    if not turns and not alone:
+    if not rotations and not online_weights:
         left_out = (f"{leaf.path}: {reason or 'the axis of its inputs is not known'}" for leaf, reason in selections)
         raise ValueError(
             f"`rotate` needs weights in float. Got none among the leaves ({abbreviate_list(left_out) or 'none'}). "
             "Rotate before you quantize."
         )
-    wrap = {n: ft.partial(_rotate_online, seed=seed, axis=weights.axes[n]) for n in alone}
+    wrap = {n: ft.partial(_rotate_online, seed=seed, axis=weights.axes[n]) for n in online_weights}
     remedy = "Leave it out of `fold`: each product then rotates its operand."
-    return change_model(model, weights, turns, wrap, batches, apply, remedy)
+    return change_model(model, weights, rotations, wrap, batches, apply, remedy)
 
 
-def _check_together(turn: Changes, selections: Sequence[Selection], chosen: set[int]) -> None:
-    """Raises if only some of what reads the same channels is selected: it changes together, or not at all."""
-    left_out = sorted(turn.consumers - chosen)
-    if 0 < len(left_out) < len(turn.consumers):
+def _check_all_selected(rotation: FoldChanges, selections: Sequence[Selection], chosen: set[int]) -> None:
+    """Raises if only some of the weights that consume the same channels are selected."""
+    left_out = sorted(rotation.consumers - chosen)
+    if 0 < len(left_out) < len(rotation.consumers):
         reasons = abbreviate_list(f"{leaf.path}: {reason}" for leaf, reason in (selections[n] for n in left_out))
         raise ValueError(
             "`rotate` must select all weights that take the same channels, or none of them. Got the outputs of "
-            f"{turn.name}, and of the weights that take them not {reasons}. Select these by "
+            f"{rotation.name}, without some of the weights that take them: {reasons}. Select these by "
             "`where` too, or leave the entry out of `fold`: each product then rotates its operand."
         )
 
@@ -132,18 +134,18 @@ def _check_together(turn: Changes, selections: Sequence[Selection], chosen: set[
 def _rotate_online(x: DenseArray, *, seed: int, axis: int) -> RotatedArray:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda x: RotatedArray.of(x, seed, axis), x)
-    return _jitted_rotated(as_jax_array(x), seed, axis)
+    return _jitted_rotate(as_jax_array(x), seed, axis)
 
 
-_jitted_rotated = jax.jit(RotatedArray.of, static_argnums=(1, 2))
+_jitted_rotate = jax.jit(RotatedArray.of, static_argnums=(1, 2))
 
 
-def _find_turns(fold: Rotations, weights: Weights, seed: int) -> list[Changes]:
-    turns, pairs, read = [], {}, []
+def _find_rotations(fold: Rotations, weights: Weights, seed: int) -> list[FoldChanges]:
+    rotations, pairs, read = [], {}, []
     for key, into in fold.items():
         if isinstance(into, ResidualStream):
             patterns = (key,) if isinstance(key, str) else tuple(key)
-            turns.append(_turn_stream(find_stream(patterns, into, weights), weights, seed))
+            rotations.append(_rotate_stream(find_stream(patterns, into, weights), weights, seed))
         elif isinstance(key, str):
             pairs[key] = into
         else:
@@ -151,31 +153,31 @@ def _find_turns(fold: Rotations, weights: Weights, seed: int) -> list[Changes]:
                 "`fold` must map several patterns at once to an `eqq.transforms.ResidualStream`. Give each pair its "
                 "own entry."
             )
-    turns += [_turn_pair(pair, weights, seed) for pair in find_folds(pairs, weights)]
-    read = [n for turn in turns for n in turn.consumers]
-    if twice := {weights.leaves[n].path for n in read if read.count(n) > 1}:
+    rotations += [_rotate_pair(pair, weights, seed) for pair in find_folds(pairs, weights)]
+    read = [n for rotation in rotations for n in rotation.consumers]
+    if repeated := {weights.leaves[n].path for n in read if read.count(n) > 1}:
         raise ValueError(
-            f"`fold` must rotate the inputs of each weight once. Got several for {abbreviate_list(sorted(twice))}."
+            f"`fold` must rotate the inputs of each weight once. Got several for {abbreviate_list(sorted(repeated))}."
         )
-    return turns
+    return rotations
 
 
-def _turn_stream(stream: Stream, weights: Weights, seed: int) -> Changes:
+def _rotate_stream(stream: Stream, weights: Weights, seed: int) -> FoldChanges:
     changes: list[tuple[int, Change]] = []
     for norm, after in stream.norms.items():
         gain = weights.leaves[norm].value
         gain = (
             jnp.ones(gain.shape) if isinstance(gain, jax.ShapeDtypeStruct) else as_jax_array(gain).astype(jnp.float32)
         )
-        changes += [(n, ft.partial(multiply_inputs, by=gain + stream.offset, axis=weights.axes[n])) for n in after]
+        changes += [(n, ft.partial(multiply_inputs, factor=gain + stream.offset, axis=weights.axes[n])) for n in after]
         changes.append((norm, lambda x: jnp.full_like(x, 1 - stream.offset)))
     readers = frozenset(n for after in stream.norms.values() for n in after)
     channels = [*stream.writers.items(), *((n, weights.axes[n]) for n in readers)]
     changes += [(n, ft.partial(_rotate_axis, axis=axis, size=None, seed=seed)) for n, axis in channels]
-    return Changes(stream.name, readers, changes)
+    return FoldChanges(stream.name, readers, changes)
 
 
-def _turn_pair(pair: Fold, weights: Weights, seed: int) -> Changes:
+def _rotate_pair(pair: Fold, weights: Weights, seed: int) -> FoldChanges:
     ndim = weights.leaves[pair.consumers[0]].value.ndim
     if all(weights.leaves[n].value.ndim < ndim for n in pair.producers):
         raise ValueError(
@@ -184,7 +186,7 @@ def _turn_pair(pair: Fold, weights: Weights, seed: int) -> Changes:
         )
     channels = [*pair.producers.items(), *((n, weights.axes[n]) for n in pair.consumers)]
     changes = [(n, ft.partial(_rotate_axis, axis=axis, size=pair.heads[2], seed=seed)) for n, axis in channels]
-    return Changes(pair.name, frozenset(pair.consumers), changes)
+    return FoldChanges(pair.name, frozenset(pair.consumers), changes)
 
 
 def _rotate_axis(x: Array, axis: int, size: int | None, seed: int) -> Array:

@@ -1,4 +1,4 @@
-"""Selects leaves of a model: by patterns, by a function as for `eqx.tree_at`, or by default."""
+"""Selects leaves of a model by patterns, by a function as for `eqx.tree_at`, or by default."""
 
 import dataclasses
 import difflib
@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 
 from .._array.array import is_quantized
 from .._types import PyTree
-from .leaves import abbreviate_list, identity, Leaf, named_leaves, replace_leaves
+from .leaves import abbreviate_list, identity_key, Leaf, named_leaves, replace_leaves
 from .weights import default_skip_reason, ineligible_reason
 
 
@@ -37,14 +37,14 @@ def select_leaves(
     kind: str = "floating point arrays",
     is_leaf: Callable[[PyTree], bool] = is_quantized,
 ) -> list[Selection]:
-    """Decides about every leaf of a tree, in order.
+    """Returns for each leaf of a tree, in order, whether it is selected.
 
     Selects each leaf that `where` returns; if the leaf is `ineligible`, raises a `TypeError` that asks for leaves of
     this `kind`. In a node that `where` returns, and in the whole tree without `where`, it selects each leaf unless
     `ineligible` or `skip` gives a reason not to.
     """
     leaves = list(named_leaves(tree, is_leaf))
-    marks = ["node"] * len(leaves) if where is None else _marks(tree, where, is_leaf)
+    marks = ["node"] * len(leaves) if where is None else _mark_leaves(tree, where, is_leaf)
     selections = []
     for leaf, mark in zip(leaves, marks, strict=True):
         reason = ineligible(leaf)
@@ -59,10 +59,10 @@ def select_leaves(
 
 
 def find_named(tree: PyTree, where: Where | None, is_leaf: Callable[[PyTree], bool] = is_quantized) -> list[bool]:
-    """Returns, for each leaf in order, whether `where` selects the leaf itself, and no node around it."""
+    """Returns for each leaf, in order, whether `where` selects the leaf itself, not a node."""
     if where is None:
         return [False for _ in named_leaves(tree, is_leaf)]
-    return [mark == "leaf" for mark in _marks(tree, where, is_leaf)]
+    return [mark == "leaf" for mark in _mark_leaves(tree, where, is_leaf)]
 
 
 def replace_selected(
@@ -70,15 +70,15 @@ def replace_selected(
     selections: Sequence[Selection],
     replace: Callable[[Leaf], PyTree],
     is_leaf: Callable[[PyTree], bool] = is_quantized,
-    same: Callable[[Leaf], Hashable] = lambda leaf: identity(leaf.value),
+    group_key: Callable[[Leaf], Hashable] = lambda leaf: identity_key(leaf.value),
 ) -> PyTree:
-    """Returns the tree with other values of selected leaves. An array that stands in several places stays shared."""
+    """Returns the tree with the selected leaves replaced. A shared array stays shared."""
     done: dict[Hashable, PyTree] = {}
     values = []
     for leaf, reason in selections:
-        if reason is None and same(leaf) not in done:
-            done[same(leaf)] = replace(leaf)
-        values.append(leaf.value if reason is not None else done[same(leaf)])
+        if reason is None and group_key(leaf) not in done:
+            done[group_key(leaf)] = replace(leaf)
+        values.append(leaf.value if reason is not None else done[group_key(leaf)])
     return replace_leaves(tree, values, is_leaf)
 
 
@@ -92,8 +92,8 @@ def show_refusals(selections: Sequence[Selection]) -> str:
     return abbreviate_list(f"{leaf.path}: {reason}" for leaf, reason in selections) or "none"
 
 
-def _marks(tree: PyTree, where: Where, is_leaf: Callable[[PyTree], bool]) -> list[Literal["leaf", "node"] | None]:
-    """Returns, for each leaf, whether `where` selects the leaf itself, a node above it, or neither."""
+def _mark_leaves(tree: PyTree, where: Where, is_leaf: Callable[[PyTree], bool]) -> list[Literal["leaf", "node"] | None]:
+    """Returns whether `where` selects each leaf itself, a node above it, or neither."""
     unmarked = jtu.tree_map(lambda _: _Mark(None), tree, is_leaf=is_leaf)
     mark = lambda node: jtu.tree_map(lambda _: _Mark("leaf" if isinstance(node, _Mark) else "node"), node)
     try:
@@ -123,7 +123,7 @@ def show_pattern(pattern: Pattern) -> str:
 
 
 def check_patterns(patterns: Iterable[object], leaves: Sequence[Leaf], argument: str) -> None:
-    """Raises for a key that is not a pattern, and for a pattern that matches nothing, because both are mistakes."""
+    """Raises for a key that is not a pattern, and for a pattern that matches no leaf."""
     for pattern in patterns:
         if not isinstance(pattern, (str, re.Pattern)):
             raise TypeError(
@@ -134,34 +134,34 @@ def check_patterns(patterns: Iterable[object], leaves: Sequence[Leaf], argument:
         if not any(matches(pattern, leaf) for leaf in leaves):
             raise ValueError(
                 f"Each pattern of `{argument}` must match a leaf. Got {show_pattern(pattern)!r}, which matches none "
-                f"of: {abbreviate_list(leaf.path for leaf in leaves)}.{_near(show_pattern(pattern), leaves)}"
+                f"of: {abbreviate_list(leaf.path for leaf in leaves)}.{_suggest_pattern(show_pattern(pattern), leaves)}"
             )
 
 
 def check_order(patterns: Collection[Pattern], leaves: Sequence[Leaf], argument: str) -> None:
-    """Warns of patterns whose leaves all go to wider ones before them.
+    """Warns of patterns that never win, because wider patterns before them match their leaves.
 
-    It is no error, since rules of one's own may stand before rules for many models. A pattern for the rest, such as a
-    last `"*"`, may find none left: none before it is wider.
+    It is not an error, since users put their rules before rules for many models. A last pattern for the rest, such as
+    `"*"`, may match no leaf: no pattern before it is wider.
     """
-    takers = [next((p for p in patterns if matches(p, leaf)), None) for leaf in leaves]
-    behind = []
-    for pattern in [p for p in patterns if p not in {*takers}]:
-        mine, others = set(), set()
-        for leaf, taker in zip(leaves, takers, strict=True):
-            (mine if matches(pattern, leaf) else others).add(taker)
-        if wider := [repr(show_pattern(p)) for p in patterns if p in mine & others]:
-            behind.append(f"{show_pattern(pattern)!r} behind {abbreviate_list(wider)}")
-    if behind:
+    winners = [next((p for p in patterns if matches(p, leaf)), None) for leaf in leaves]
+    shadowed = []
+    for pattern in [p for p in patterns if p not in {*winners}]:
+        matched_winners, other_winners = set(), set()
+        for leaf, winner in zip(leaves, winners, strict=True):
+            (matched_winners if matches(pattern, leaf) else other_winners).add(winner)
+        if wider := [repr(show_pattern(p)) for p in patterns if p in matched_winners & other_winners]:
+            shadowed.append(f"{show_pattern(pattern)!r} behind {abbreviate_list(wider)}")
+    if shadowed:
         warnings.warn(
             f"Each pattern of `{argument}` should stand before wider ones: the first that matches a leaf takes it. "
-            f"These take none: {abbreviate_list(behind)}. Put the narrower first.",
+            f"These take none: {abbreviate_list(shadowed)}. Put the narrower first.",
             stacklevel=6,  # of `quantize_tree`
         )
 
 
-def _near(pattern: str, leaves: Sequence[Leaf]) -> str:
-    """Returns "Did you mean ...?" with the nearest path or pattern; if none is near, what paths begin with."""
+def _suggest_pattern(pattern: str, leaves: Sequence[Leaf]) -> str:
+    """Returns "Did you mean ...?" with the nearest path or pattern, or the first keys of paths."""
     dotted = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", pattern).removeprefix(".")
     paths = {path: None for leaf in leaves for path in leaf.paths}
     if any(fnmatch.fnmatchcase(path, dotted) for path in paths):

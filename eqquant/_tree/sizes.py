@@ -1,4 +1,4 @@
-"""How much smaller a format makes a leaf."""
+"""Sizes of leaves in float and quantized."""
 
 import functools as ft
 import math
@@ -13,8 +13,8 @@ from .._formats.base import AbstractFormat
 from .leaves import DenseArray
 
 
-# A scale is worth its bytes, and its rounding, if it serves at least as many values.
-_FEWEST = 8
+# The fewest values per scale that are worth the bytes and the rounding of the scale.
+_MIN_VALUES_PER_SCALE = 8
 
 
 def shape_of(x: DenseArray) -> jax.ShapeDtypeStruct:
@@ -29,26 +29,26 @@ def dense_nbytes(x: DenseArray) -> int:
     return math.prod(x.shape) * shape_of(x).dtype.itemsize
 
 
-def quantized_struct(
+def quantize_struct(
     x: DenseArray, format: AbstractFormat, axes: tuple[int, ...], dtype: DTypeLike | None = None
 ) -> QuantizedArray:
-    """Returns the quantized array without values."""
+    """Returns the quantized array as shapes, without values."""
     return jax.eval_shape(lambda x: quantize_array(x, format, axes, dtype, None), shape_of(x))
 
 
 @ft.lru_cache(maxsize=1024)
 def _quantized_nbytes(x: jax.ShapeDtypeStruct, format: AbstractFormat, axes: tuple[int, ...]) -> int:
-    return quantized_struct(x, format, axes).nbytes
+    return quantize_struct(x, format, axes).nbytes
 
 
 def few_values_reason(x: DenseArray, axes: tuple[int, ...]) -> str | None:
     """Returns why the values along the quantized axes are too few to share a scale, or `None`."""
     length = math.prod(x.shape[a] for a in axes)
-    return f"too few values share a scale: {length}" if length < _FEWEST else None
+    return f"too few values share a scale: {length}" if length < _MIN_VALUES_PER_SCALE else None
 
 
 def no_smaller_reason(x: DenseArray, format: AbstractFormat, axes: tuple[int, ...]) -> str | None:
-    """Returns why an array in this format is no smaller, or too coarse for its size, or `None` if it is worth it."""
+    """Returns why a format is not worth it for an array (no smaller, too coarse), or `None`."""
     if format.block_size != "tensor" and (reason := few_values_reason(x, axes)) is not None:
         return reason
     nbytes, dense = _quantized_nbytes(shape_of(x), format, axes), dense_nbytes(x)

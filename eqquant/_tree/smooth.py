@@ -1,4 +1,4 @@
-"""Scales the inputs of weights by one number each, so that quantizing them, or their inputs, costs less."""
+"""Scales the input channels of weights to reduce quantization errors: SmoothQuant and AWQ."""
 
 import abc
 import functools as ft
@@ -18,7 +18,7 @@ from .._methods.fingerprint import check_same_weight
 from .._methods.inputs import check_statistic, InputsError
 from .._types import PyTree
 from .._wrappers.scaled import ScaledArray
-from .change import Apply, change_model, Changes, divide_outputs, multiply_inputs, select_weights
+from .change import Apply, change_model, divide_outputs, FoldChanges, multiply_inputs, select_weights
 from .folds import find_folds, Folds, Weights
 from .leaves import DenseArray
 from .missing import join_errors, warn_of_unused
@@ -31,11 +31,12 @@ Pool = Callable[[Array, Callable[..., Array]], Array]
 
 
 class AbstractSmoothing(eqx.Module):
-    """Chooses a factor for each input channel, for [`eqquant.transforms.smooth`][]. Subclass it for a choice of your
-    own.
+    """A choice of a factor for each input channel, for [`eqquant.transforms.smooth`][].
+
+    Subclass it for your own choice.
 
     - `inputs`: statistics of the inputs of weights, by path, as [`eqquant.calibrate.collect_stats`][] returns them.
-    - `statistics`: the names of those that it reads, so that they are checked.
+    - `statistics`: the names of the statistics that it reads, so that they are checked.
     """
 
     inputs: eqx.AbstractVar[Mapping[str, InputStatistics]]
@@ -45,7 +46,9 @@ class AbstractSmoothing(eqx.Module):
     def choose(
         self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: InputStatistics, pool: Pool
     ) -> Float32[Array, "*stack inputs"]:
-        """Returns by what to multiply weights that share their inputs; the inputs are divided by it.
+        """Returns the factors of weights that share their inputs.
+
+        Weights are multiplied by them, and the inputs are divided by them.
 
         **Arguments:**
 
@@ -61,8 +64,9 @@ class AbstractSmoothing(eqx.Module):
 
 
 class SmoothQuant(AbstractSmoothing):
-    r"""Moves large values from the inputs to the weights: multiplies weights by
-    $\max|x|^\alpha / \max|w|^{1 - \alpha}$ of each input. For quantized activations.
+    r"""Moves large values from the inputs to the weights, for quantized activations.
+
+    Multiplies the weights of each input channel by $\max|x|^\alpha / \max|w|^{1 - \alpha}$.
 
     !!! Example
 
@@ -84,8 +88,8 @@ class SmoothQuant(AbstractSmoothing):
     def __init__(self, inputs: Mapping[str, InputStatistics], alpha: float | int = 0.5) -> None:
         """**Arguments:**
 
-        - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned.
-        - `alpha`: how much moves: from 0, which makes weights alike, to 1, which makes inputs alike.
+        - `inputs`: the statistics that [`eqquant.calibrate.collect_stats`][] returned.
+        - `alpha`: the migration strength: from 0, which equalizes the weights, to 1, which equalizes the inputs.
 
         **Raises:**
 
@@ -106,11 +110,13 @@ class SmoothQuant(AbstractSmoothing):
 
 
 class AWQ(AbstractSmoothing):
-    r"""Protects the weights that meet large inputs: multiplies weights by $\operatorname{mean}|x|^\beta$ of each input,
-    with the $\beta$ for which quantizing changes the outputs least.
+    r"""Protects the salient weights: those of input channels with large activations.
+
+    Multiplies the weights of each input channel by $\operatorname{mean}|x|^\beta$, with the $\beta$ that minimizes the
+    error of the outputs.
 
     The error is $\operatorname{tr}\, (W - \hat W)\, G\, (W - \hat W)^T$ with the mean $G$ of $x x^T$, so the search
-    needs no data besides statistics. It tries `grid` values from 0, which changes nothing, to 1.
+    needs only statistics. It tries `grid` values from 0, which changes nothing, to 1.
 
     !!! Example
 
@@ -142,7 +148,7 @@ class AWQ(AbstractSmoothing):
     ) -> None:
         """**Arguments:**
 
-        - `inputs`: what [`eqquant.calibrate.collect_stats`][] returned with `gram=True`.
+        - `inputs`: the statistics that [`eqquant.calibrate.collect_stats`][] returned with `gram=True`.
         - `format`, `method`: how the weights will be quantized. The method must choose scales alone, without
             statistics, as [`eqquant.AbsMax`][] and [`eqquant.MSE`][] do.
         - `grid`: how many exponents to try.
@@ -185,31 +191,31 @@ def _search(
     mean_abs: Array,
     gram: Array,
 ) -> Array:
-    factors = jax.vmap(lambda beta: awq_factors(mean_abs, beta))(exponents)
+    factors = jax.vmap(lambda beta: compute_awq_factors(mean_abs, beta))(exponents)
 
     def error(factor: Array) -> Array:
-        # One at a time: each takes the memory of a dense weight.
-        errors = [scaled_error(w, factor, gram, format, method) for w in weights]
+        # Sequentially, since each takes the memory of a dense weight.
+        errors = [compute_scaled_error(w, factor, gram, format, method) for w in weights]
         return sum(errors, jnp.zeros((), jnp.float32))
 
     return factors[jnp.argmin(jax.lax.map(error, factors))]
 
 
-def awq_factors(mean_abs: Float[Array, " inputs"], beta: Array) -> Float[Array, " inputs"]:
-    """Returns a power of the mean magnitudes, about one; one where there was no input."""
+def compute_awq_factors(mean_abs: Float[Array, " inputs"], beta: Array) -> Float[Array, " inputs"]:
+    """Returns a power of the mean magnitudes, normalized to about one; one for zero inputs."""
     live = mean_abs > 0
     powers = jnp.where(live, mean_abs, 1) ** beta
     low, high = jnp.min(powers, where=live, initial=jnp.inf), jnp.max(powers, where=live, initial=0)
     middle = jnp.sqrt(low) * jnp.sqrt(high)
-    # A channel a thousand times smaller than others would only make its weights too small to count.
+    # Clip, so that the weights of a channel with tiny inputs do not vanish.
     powers = jnp.clip(powers / jnp.where(live.any(), middle, 1), 1e-3, 1e3)
     return jnp.where(live, powers, 1)
 
 
-def scaled_error(
+def compute_scaled_error(
     w: Float[Array, "outputs inputs"], factor: Array, gram: Array, format: AbstractFormat, method: AbstractMethod
 ) -> Float[Array, ""]:
-    """Returns the error of the outputs of a weight that is quantized after its inputs' weights are multiplied."""
+    """Returns the squared error of the outputs if a weight is scaled and then quantized."""
     q = quantize_array(w * factor[None], format, (-1,), jnp.float32, None, method)
     change = q.dequantize() / factor[None] - w
     return jnp.sum(jnp.matmul(change, gram, precision=jax.lax.Precision.HIGHEST) * change)
@@ -226,15 +232,15 @@ def smooth(
     batches: Iterable[PyTree] | None = None,
     apply: Apply | None = None,
 ) -> PyTree:
-    """Multiplies weights by a factor for each of their inputs, and divides the inputs by it: the same model, which
-    loses less when it is quantized. Call it before you quantize.
+    """Returns an equivalent model with weights scaled per input channel, to quantize better.
 
-    Where a norm or a linear layer makes the inputs, and nothing else takes its outputs, this divides the weights of
+    Multiplies the weights of each input channel by a factor, and divides the inputs by it. Call it before you quantize.
+
+    Where a norm or a linear layer produces the inputs, and nothing else takes its outputs, this divides the weights of
     that layer instead: exact, and free at run time. You name such pairs as `fold`. Everywhere else the weight becomes
     an array that multiplies its inputs by a vector: `weight.array`, with `weight.scale`, floats `(*stack, inputs)`.
 
-    The result has other statistics: collect them again before you use a method that needs them, such as
-    [`eqquant.GPTQ`][].
+    Statistics change with it: collect them again before you use a method that needs them, such as [`eqquant.GPTQ`][].
 
     !!! Example
 
@@ -250,15 +256,15 @@ def smooth(
 
     - `model`: any pytree of floats.
     - `method`: an [`eqquant.transforms.AWQ`][] or [`eqquant.transforms.SmoothQuant`][], with statistics of this model.
-    - `fold`: from patterns of what makes channels, such as the weight and the bias of a norm, to patterns of the
-        weights that take them. `{n}` matches a part of a path, and the same one on both sides; `{x:q|k}` matches
-        either. An [`eqquant.transforms.FoldInto`][] says more. `eqq.transforms` has the pairs of some
-        families of models.
+    - `fold`: from patterns of producers of channels, such as the weight and the bias of a norm, to patterns of the
+        weights that consume them. `{n}` matches a part of a path, and the same one on both sides; `{x:q|k}` matches
+        either. An [`eqquant.transforms.FoldInto`][] says more. `eqq.transforms` has the pairs of some families of
+        models.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`, that get factors. By default, every weight that
-        [`eqquant.quantize_tree`][] would quantize, except convolutions and what is only looked up.
+        [`eqquant.quantize_tree`][] would quantize, except convolutions and embeddings.
     - `axis`: the axis of the inputs of every weight, if it is not known: -2 for weights that are used as `x @ w`.
-    - `online`: whether weights without a producer in `fold` get a vector of their own. Otherwise they stay as they are.
-    - `batches`: data on which to compare the folded model with the one before, as for
+    - `online`: whether weights without a producer in `fold` get their own vector. Otherwise they are left alone.
+    - `batches`: data on which to compare the folded model with the original, as for
         [`eqquant.calibrate.collect_stats`][].
     - `apply`: a function `(model, batch) -> outputs`, as there.
 
@@ -280,58 +286,58 @@ def smooth(
         )
     selections, weights = select_weights(model, where, axis)
     if axis is None:
-        weights = _along_inputs(weights, method.inputs)
+        weights = _use_observed_axes(weights, method.inputs)
     axes = weights.axes
     unused = _unused_weights(method.inputs, weights)
     chosen = {n for n, (_, reason) in enumerate(selections) if reason is None}.difference(unused)
-    # A pair with a weight that is not selected stays as it is: all that take a channel must change with it.
+    # All consumers of a channel must change with it, so a pair with an unselected weight is left alone.
     folds = [f for f in find_folds(fold or {}, weights) if chosen.issuperset(f.consumers)]
-    alone = sorted(chosen.difference(*(f.consumers for f in folds))) if online else []
-    if not folds and not alone:
+    online_weights = sorted(chosen.difference(*(f.consumers for f in folds))) if online else []
+    if not folds and not online_weights:
         raise ValueError(
             "`smooth` needs weights to scale. Got none among the leaves "
             f"({show_refusals(selections)}). Name pairs in "
             "`fold`, or pass `online=True`."
         )
-    _check_statistics(method, weights, sorted({*alone, *(n for f in folds for n in f.consumers)}))
-    left = {weights.leaves[n].path: note for n, note in unused.items() if selections[n].reason is None and note}
+    _check_statistics(method, weights, sorted({*online_weights, *(n for f in folds for n in f.consumers)}))
+    skipped = {weights.leaves[n].path: note for n, note in unused.items() if selections[n].reason is None and note}
     if online:
-        warn_of_unused(left, [weights.leaves[n].path for n in chosen], 2, "they stay as they are")
+        warn_of_unused(skipped, [weights.leaves[n].path for n in chosen], 2, "they stay as they are")
     entries = []
     for f in folds:
-        by = _choose_factors(method, weights, f.consumers, f.pool)
-        divide = ft.partial(divide_outputs, by=f.to_outputs(by), offset=f.offset)
+        factor = _choose_factors(method, weights, f.consumers, f.pool)
+        divide = ft.partial(divide_outputs, factor=f.to_outputs(factor), offset=f.offset)
         changes = [(n, ft.partial(divide, axis=axis)) for n, axis in f.producers.items()]
-        changes += [(n, ft.partial(multiply_inputs, by=by, axis=axes[n])) for n in f.consumers]
-        entries.append(Changes(f.name, frozenset(f.consumers), changes))
-    own = {n: _choose_factors(method, weights, [n], lambda v, reduce: v) for n in alone}
-    wrap = {n: ft.partial(_scale_online, by=by, axis=axes[n]) for n, by in own.items()}
+        changes += [(n, ft.partial(multiply_inputs, factor=factor, axis=axes[n])) for n in f.consumers]
+        entries.append(FoldChanges(f.name, frozenset(f.consumers), changes))
+    online_factors = {n: _choose_factors(method, weights, [n], lambda v, reduce: v) for n in online_weights}
+    wrap = {n: ft.partial(_scale_online, factor=factor, axis=axes[n]) for n, factor in online_factors.items()}
     remedy = "Leave the pair out: its weights then keep a vector."
     return change_model(model, weights, entries, wrap, batches, apply, remedy)
 
 
-def _scale_online(x: DenseArray, *, by: Array, axis: int) -> ScaledArray:
+def _scale_online(x: DenseArray, *, factor: Array, axis: int) -> ScaledArray:
     x = as_jax_array(x)
-    scaled = multiply_inputs(x.astype(jnp.float32), by, axis).astype(x.dtype)
-    return ScaledArray(scaled, scale=(1 / by).astype(x.dtype), axis=axis)
+    scaled = multiply_inputs(x.astype(jnp.float32), factor, axis).astype(x.dtype)
+    return ScaledArray(scaled, scale=(1 / factor).astype(x.dtype), axis=axis)
 
 
-def _along_inputs(weights: Weights, stats: Mapping[str, InputStatistics]) -> Weights:
-    """Returns the weights with the axes of the inputs that were observed, which one model may have of both orders."""
+def _use_observed_axes(weights: Weights, stats: Mapping[str, InputStatistics]) -> Weights:
+    """Returns the weights with their observed input axes: a model may have both orders."""
     seen = {n: stats[weights.leaves[n].path].axis for n in weights.axes if weights.leaves[n].path in stats}
     return weights._replace(axes={n: seen[n] if seen.get(n) in (-1, -2) else axis for n, axis in weights.axes.items()})
 
 
 def _unused_weights(stats: Mapping[str, InputStatistics], weights: Weights) -> dict[int, str]:
-    """Returns the weights that no product used, by number, with the note why; an empty one for those looked up."""
-    found = {n: stats[leaf.path] for n, leaf in enumerate(weights.leaves) if leaf.path in stats}
-    lookup = {n for n, seen in found.items() if getattr(seen, "looked_up", False)}
-    unused = {n: seen.note for n, seen in found.items() if getattr(seen, "axis", -1) is None and n not in lookup}
+    """Returns the note of each weight that no product used, by number; "" for embeddings."""
+    observed = {n: stats[leaf.path] for n, leaf in enumerate(weights.leaves) if leaf.path in stats}
+    lookup = {n for n, seen in observed.items() if getattr(seen, "looked_up", False)}
+    unused = {n: seen.note for n, seen in observed.items() if getattr(seen, "axis", -1) is None and n not in lookup}
     return {**dict.fromkeys(lookup, ""), **unused}
 
 
 def _check_statistics(method: AbstractSmoothing, weights: Weights, numbers: Sequence[int]) -> None:
-    """Raises one error for all weights whose statistics are missing, or are those of another weight."""
+    """Raises one error for all weights whose statistics are missing or of another weight."""
     name, errors = type(method).__name__, {}
     for n in numbers:
         leaf = weights.leaves[n]
@@ -365,6 +371,6 @@ def _choose_factors(method: AbstractSmoothing, weights: Weights, consumers: Sequ
                 f"The weights of a pair must be multiplied by the same inputs. Got others for {leaf.path} than "
                 f"for {leaves[0].path}. Give each its own pair, or none."
             )
-    found = method.choose(values, stats[0], pool)
+    factors = method.choose(values, stats[0], pool)
     has_float16 = any(as_jax_array(leaf.value).dtype == jnp.float16 for leaf in leaves)
-    return jnp.clip(found, 1e-4, 1e4) if has_float16 else found  # so that a factor and its inverse both have a value
+    return jnp.clip(factors, 1e-4, 1e4) if has_float16 else factors  # so that factors and their inverses are finite

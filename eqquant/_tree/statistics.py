@@ -1,4 +1,4 @@
-"""What modules below `calibrate` read of the statistics that it collects."""
+"""The protocol of the statistics that `calibrate` collects, for the rooms below it."""
 
 from typing import Protocol, runtime_checkable
 

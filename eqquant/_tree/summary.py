@@ -23,7 +23,9 @@ from .weights import default_skip_reason, ineligible_reason, input_axis
 
 
 def summary(tree: PyTree) -> TreeReport:
-    """Summarizes a tree: the format of each quantized array, why the others are in float, bytes and bits per value.
+    """Returns a report of a tree: the format, bytes and bits per value of each array.
+
+    For arrays in float it tells the reason.
 
     !!! Example
 
@@ -41,17 +43,17 @@ def summary(tree: PyTree) -> TreeReport:
     array, `nbytes`, `bits` and others.
     """
     rows = []
-    for leaf in named_leaves(tree, _is_whole):
+    for leaf in named_leaves(tree, _is_row):
         if isinstance(leaf.value, AbstractMatmulOverride):
-            rows.extend(_rows_within(leaf))
+            rows.extend(_make_wrapper_rows(leaf))
         elif isinstance(leaf.value, FakeQuantizedArray):
             master = dataclasses.replace(leaf, value=leaf.value.master)
-            rows.extend(row_of(master, f"simulates {leaf.value.format!r}"))
+            rows.extend(make_rows(master, f"simulates {leaf.value.format!r}"))
         elif is_quantized(leaf.value):
             reason = f"quantized, in a {type(leaf.parent).__name__}" if is_mapped(leaf) else "quantized"
-            rows.append(quantized_row(leaf.path, leaf.value, reason, leaf.value.size * leaf.value.dtype.itemsize))
+            rows.append(make_quantized_row(leaf.path, leaf.value, reason, leaf.value.size * leaf.value.dtype.itemsize))
         else:
-            rows.extend(row_of(leaf, _dense_reason(leaf)))
+            rows.extend(make_rows(leaf, _dense_reason(leaf)))
     return TreeReport(tuple(rows))
 
 
@@ -62,16 +64,16 @@ def _dense_reason(leaf: Leaf) -> str:
     return few_values_reason(leaf.value, as_axes(axis)) or "left in float"
 
 
-def _is_whole(x: PyTree) -> bool:
+def _is_row(x: PyTree) -> bool:
     return is_quantized(x) or isinstance(x, (FakeQuantizedArray, AbstractMatmulOverride))
 
 
-def _rows_within(leaf: Leaf) -> list[LeafReport]:
-    """Returns the rows of a weight whose products quantize the other operand, or both operands."""
+def _make_wrapper_rows(leaf: Leaf) -> list[LeafReport]:
+    """Returns the rows of a wrapped weight, whose products quantize one or both operands."""
     w = leaf.value
     if not isinstance(w, LowPrecisionArray) and is_quantized(w.array):
         calibrated = "" if w.scale_bits is None else "; scale of activations from calibration"
-        row = quantized_row(leaf.path, w.array, f"quantized{calibrated}", w.size * w.dtype.itemsize)
+        row = make_quantized_row(leaf.path, w.array, f"quantized{calibrated}", w.size * w.dtype.itemsize)
         return [row._replace(activations=w.activations, nbytes=w.nbytes)]
     if isinstance(w, LowPrecisionArray):
         delayed = "" if w.amax is None else ", by delayed scales"
@@ -82,23 +84,25 @@ def _rows_within(leaf: Leaf) -> list[LeafReport]:
     return [row._replace(path=f"{leaf.path}.{row.path}", reason=f"{row.reason}; its products {how}") for row in rows]
 
 
-def row_of(leaf: Leaf, reason: str) -> list[LeafReport]:
+def make_rows(leaf: Leaf, reason: str) -> list[LeafReport]:
     x = leaf.value
     if is_quantized(x):
-        return [quantized_row(leaf.path, x, reason, x.size * x.dtype.itemsize)]
+        return [make_quantized_row(leaf.path, x, reason, x.size * x.dtype.itemsize)]
     if not isinstance(x, DenseArray):
         return []
     nbytes = array_nbytes(x)
     return [LeafReport(leaf.path, tuple(x.shape), str(x.dtype), None, None, reason, nbytes, nbytes)]
 
 
-def quantized_row(path: str, q: QuantizedArray, reason: str, dense_nbytes: int) -> LeafReport:
+def make_quantized_row(path: str, q: QuantizedArray, reason: str, dense_nbytes: int) -> LeafReport:
     return LeafReport(path, q.shape, str(q.dtype), q.format, q.axis, reason, q.nbytes, dense_nbytes)
 
 
 def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """Dequantizes every quantized and simulated array of a tree to a dense array, and undoes rotations and other
-    maps of inputs. The inverse of [`eqquant.quantize_tree`][], up to rounding.
+    """Returns a tree with every quantized array dequantized to a dense array.
+
+    Fake-quantized arrays become dense too, and rotations and other input transforms are undone. The inverse of
+    [`eqquant.quantize_tree`][], up to rounding.
 
     !!! Example
 
@@ -123,18 +127,19 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
             return dequantize_tree(x.array, dtype)
         if isinstance(x, AbstractMappedArray):
             inner = dequantize_tree(x.array)
-            if not isinstance(inner, (jax.Array, np.ndarray)):  # low-rank factors stay apart
+            if not isinstance(inner, (jax.Array, np.ndarray)):  # low-rank factors stay separate
                 return dataclasses.replace(x, array=dequantize_tree(x.array, dtype))  # pyright: ignore[reportCallIssue]
             x = dataclasses.replace(x, array=inner)  # pyright: ignore[reportCallIssue]
         return x.dequantize() if dtype is None else x.dequantize().astype(dtype)
 
-    is_node = lambda x: _is_whole(x) or isinstance(x, AbstractMappedArray)
+    is_node = lambda x: _is_row(x) or isinstance(x, AbstractMappedArray)
     return replace_selected(tree, select_nodes(tree, is_node), dequantize, is_node)
 
 
 def tree_nbytes(tree: PyTree) -> int:
-    """Counts the bytes of the arrays of a tree. Packed codes count with their packed size; an array that appears in
-    several places counts once.
+    """Counts the bytes of the arrays of a tree, with packed codes at their packed size.
+
+    An array that appears in several places counts once.
 
     !!! Example
 
@@ -155,7 +160,9 @@ def tree_nbytes(tree: PyTree) -> int:
 
 
 def count_params(tree: PyTree) -> int:
-    """Counts the floating point parameters of a tree. A quantized array counts with its logical size.
+    """Counts the floating point parameters of a tree.
+
+    A quantized array counts with its logical size.
 
     !!! Example
 

@@ -1,4 +1,4 @@
-"""Finds which leaves of a model are weights, and which of their axes are inputs."""
+"""Finds the weights among the leaves of a model, and their input axes."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
-from .._errors import a_type
+from .._errors import name_type
 from .._types import PyTree
 from .._wrappers.base import AbstractWrapper
 from .._wrappers.mapped import AbstractMappedArray
@@ -33,16 +33,16 @@ def ineligible_reason(x: PyTree) -> str | None:
 def default_skip_reason(leaf: Leaf) -> str | None:
     """Returns why an eligible leaf stays in float by default, or `None` for a weight.
 
-    A weight is a matrix, or a stack of matrices, that a product may use. It is no part of another array, no state, no
-    bias and no parameter of a norm (`place_reason`), and its name does not say that a model adds it, exponentiates it
-    or multiplies by it value by value (`role_by_name`). Whether quantizing makes it smaller depends on its format:
-    `eqquant._tree.sizes` decides that.
+    A weight is a matrix, or a stack of matrices, that a product may use. It is not part of another array, not state,
+    not a bias and not a parameter of a norm (`place_reason`), and its name does not imply that a model adds it,
+    exponentiates it or multiplies by it elementwise (`role_by_name`). Whether quantizing makes it smaller depends on
+    its format: `eqquant._tree.sizes` decides that.
     """
     return place_reason(leaf) or role_by_name(leaf)
 
 
 def place_reason(leaf: Leaf) -> str | None:
-    """Returns why an eligible leaf is no weight by its place in the model and by its shape, or `None`."""
+    """Returns why a leaf is not a weight by its place in the model or its shape, or `None`."""
     if (reason := part_reason(leaf) or role_by_place(leaf)) is not None:
         return reason
     if sum(length > 1 for length in leaf.value.shape) < 2:
@@ -50,42 +50,42 @@ def place_reason(leaf: Leaf) -> str | None:
     return None
 
 
-def part_reason(leaf: Leaf, around: type[AbstractWrapper] = AbstractMappedArray) -> str | None:
-    """Returns which array a leaf is a part of, or `None`. What an array of the class `around` holds is no part."""
+def part_reason(leaf: Leaf, wrapper: type[AbstractWrapper] = AbstractMappedArray) -> str | None:
+    """Returns which array a leaf is a part of, or `None`; `None` for the array in `wrapper`."""
     if not isinstance(leaf.parent, AbstractArrayValue):
         return None
-    is_whole = isinstance(leaf.parent, around) and key_name(leaf.keys[-1]) == "array"
-    return None if is_whole else f"part of {a_type(leaf.parent)}"
+    is_whole = isinstance(leaf.parent, wrapper) and key_name(leaf.keys[-1]) == "array"
+    return None if is_whole else f"part of {name_type(leaf.parent)}"
 
 
 def is_embedding(leaf: Leaf) -> bool:
-    """Returns whether a leaf is a table of a layer that looks up its rows."""
+    """Whether a leaf is the table of an embedding layer."""
     return type(leaf.layer).__name__ in ("Embedding", "Embed") or leaf.name == "embedding"
 
 
 def use_without_product(leaf: Leaf) -> str | None:
-    """Returns how a model uses a leaf that it multiplies nothing by, or `None` if products use it."""
+    """Returns how a model uses a leaf that is in no product, or `None` if products use it."""
     return "looked up" if is_embedding(leaf) else elementwise_role(leaf)
 
 
 def convolved_axes(leaf: Leaf) -> tuple[int, ...] | None:
-    """Returns the input axes of an Equinox convolution (all but the first), or `None` for any other weight."""
+    """Returns the input axes of an Equinox convolution (all but the first), or `None`."""
     layer = leaf.parent
     is_convolution = isinstance(layer, (eqx.nn.Conv, eqx.nn.ConvTranspose))
     return tuple(range(-layer.num_spatial_dims - 1, 0)) if is_convolution else None
 
 
 def input_axis(leaf: Leaf) -> tuple[int | tuple[int, ...], bool]:
-    """Returns the input axes of a weight, and whether they are known; if they are not, the last axis."""
+    """Returns the input axes of a weight (else the last axis), and whether they are known."""
     if (axes := convolved_axes(leaf)) is not None:
         return axes, True
     if is_mapped(leaf):
         return leaf.parent.axis, True
     names = None if leaf.parent is leaf.layer else getattr(leaf.parent, "axes", None)
     if names is not None:
-        axes = _named_axes(leaf, names)
+        axes = _find_haliax_axes(leaf, names)
     elif leaf.name == "kernel":
-        axes = _kernel_axes(leaf)
+        axes = _find_kernel_axes(leaf)
     else:
         return -1, True  # Equinox convention: the inputs are last
     if axes is None:
@@ -93,12 +93,12 @@ def input_axis(leaf: Leaf) -> tuple[int | tuple[int, ...], bool]:
     return (axes[0] if len(axes) == 1 else axes), True
 
 
-def _named_axes(leaf: Leaf, axes: Iterable[object]) -> tuple[int, ...] | None:
-    """Returns the axes of a haliax array that its layer names as inputs; for an embedding table, the embedding axes."""
+def _find_haliax_axes(leaf: Leaf, axes: Iterable[object]) -> tuple[int, ...] | None:
+    """Returns the input axes of a haliax array; for an embedding, the embedding axes."""
     inputs = [getattr(leaf.layer, field, None) for field in ("In", "Spatial")]
     if inputs[0] is None:
         inputs = [getattr(leaf.layer, "Embed", None)]
-    wanted = [axis for group in inputs if group is not None for axis in _several(group)]
+    wanted = [axis for group in inputs if group is not None for axis in _as_tuple(group)]
     name = lambda axis: axis if isinstance(axis, str) else getattr(axis, "name", None)
     names = [name(axis) for axis in axes]
     if not wanted or len(names) != leaf.value.ndim or any(name(axis) not in names for axis in wanted):
@@ -106,17 +106,17 @@ def _named_axes(leaf: Leaf, axes: Iterable[object]) -> tuple[int, ...] | None:
     return tuple(sorted(names.index(name(axis)) - len(names) for axis in wanted))
 
 
-def _kernel_axes(leaf: Leaf) -> tuple[int, ...] | None:
+def _find_kernel_axes(leaf: Leaf) -> tuple[int, ...] | None:
     """Returns the input axes of a Flax kernel, whose shape is `(*stack, *inputs, *outputs)`.
 
-    The layer tells the number of inputs. In a tree of parameters, without a layer, the bias tells it, because its shape
-    is `(*stack, *outputs)`.
+    The layer gives the number of input axes. In a tree of parameters, without a layer, it follows from the bias, whose
+    shape is `(*stack, *outputs)`.
     """
     layer, shape = leaf.layer, tuple(leaf.value.shape)
     features = getattr(layer, "in_features", None), getattr(layer, "out_features", None)
     if None not in features:
-        inputs, outputs = (len(_several(f)) for f in features)
-        inputs += len(_several(getattr(layer, "kernel_size", ())))
+        inputs, outputs = (len(_as_tuple(f)) for f in features)
+        inputs += len(_as_tuple(getattr(layer, "kernel_size", ())))
         return tuple(range(-inputs - outputs, -outputs)) if inputs + outputs <= len(shape) else None
     if len(shape) == 2:
         return (-2,)
@@ -136,12 +136,12 @@ def _bias_shape(layer: PyTree) -> tuple[int, ...] | None:
     return tuple(np.shape(bias[0])) if len(bias) == 1 else None
 
 
-def _several(x: object) -> tuple[object, ...]:
+def _as_tuple(x: object) -> tuple[object, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
 def check_axis(axis: object) -> None:
-    """Raises unless `axis` may be the axis of the inputs of every weight, or `None`."""
+    """Raises unless `axis` is `None` or one of the last two axes."""
     if axis not in (None, -1, -2):
         raise ValueError(
             f"`axis` must be -1, for weights that are used as `w @ x`, or -2, for `x @ w`. Got {axis!r}. Leave it out "
@@ -150,7 +150,7 @@ def check_axis(axis: object) -> None:
 
 
 def unmappable_reason(leaf: Leaf) -> str | None:
-    """Returns why the inputs of a leaf cannot be mapped, or `None`."""
+    """Returns why the inputs of a leaf cannot be transformed, or `None`."""
     if (reason := _no_inputs_reason(leaf)) is not None:
         return reason
     return None if input_axis(leaf)[0] in (-1, -2) else "its inputs are not one of its last two axes"
@@ -165,7 +165,7 @@ def _no_inputs_reason(leaf: Leaf) -> str | None:
 
 
 def mapped_axis(leaf: Leaf, axis: int | None = None) -> int | None:
-    """Returns the axis of the inputs of a weight, the given one or its own; `None` if there is no such axis."""
+    """Returns the input axis of a weight, given or inferred; `None` if it has none."""
     if _no_inputs_reason(leaf) is not None:
         return None
     found = input_axis(leaf)[0] if axis is None else axis
@@ -173,7 +173,7 @@ def mapped_axis(leaf: Leaf, axis: int | None = None) -> int | None:
 
 
 def unmapped_reason(leaf: Leaf) -> str | None:
-    """Returns why the inputs of a weight are not mapped by default, or `None`."""
+    """Returns why the inputs of a weight are not transformed by default, or `None`."""
     if is_mapped(leaf):
-        return "its inputs are mapped already"
+        return "its inputs are transformed already"
     return "an embedding" if is_embedding(leaf) else default_skip_reason(leaf)

@@ -16,7 +16,7 @@ from .. import _compat
 from .._array.checks import check_parameters
 from .._array.contraction import AbstractOperand, as_matrices, Constraints, get_constraints, linear, MatrixAxes, Options
 from .._array.value import AbstractArrayValue, as_permutation
-from .._errors import a_type
+from .._errors import name_type
 from .._formats.base import AbstractFormat, as_format, has_one_scale, has_zero_points
 from .._matmul.rows import AbstractRows, DynamicRows, StaticRows
 from .._types import PyTree
@@ -72,11 +72,11 @@ class ActivationQuantizedArray(AbstractMatmulOverride):
         self.activations = as_format(activations, "activations")
         if not isinstance(array, AbstractArrayValue):
             raise TypeError(
-                f"`array` must be a quantized weight. Got {a_type(array)}. Quantize it: `eqq.quantize(w, 'int8')`."
+                f"`array` must be a quantized weight. Got {name_type(array)}. Quantize it: `eqq.quantize(w, 'int8')`."
             )
         if isinstance(array, AbstractMatmulOverride):
             raise TypeError(
-                f"`array` must be a weight whose products are not changed yet. Got {a_type(array)}. Quantize "
+                f"`array` must be a weight whose products are not changed yet. Got {name_type(array)}. Quantize "
                 "the weight within: `eqq.quantize(w.dequantize())`."
             )
         static = scale is not None

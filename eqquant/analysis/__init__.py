@@ -1,4 +1,4 @@
-"""Measures quantization: the error of arrays and models, sensitivities, and plans that mix formats.
+"""Measures quantization: errors of arrays and models, sensitivities, and bit plans.
 
 See `docs/mixed_precision.md`. Sums run on the host, in float64.
 """

@@ -16,7 +16,7 @@ from .._methods import AbstractMethod
 from .._report import Report, report_table
 from .._tree.config import as_config, QuantConfig
 from .._tree.decide import FormatLike
-from ._error import ErrorReport, measure, Real, stored_bits, to_numpy, Values
+from ._error import compute_bits, ErrorReport, measure_error, Real, to_numpy, Values
 from ._plots import Axes, draw_front
 
 
@@ -31,7 +31,10 @@ FORMATS: tuple[AbstractFormat, ...] = (
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Benchmark(Report):
-    """The error and the size of one format on one array. `bits` are per value, including scales."""
+    """The error and the size of one format on one array.
+
+    `bits` are per value, including scales.
+    """
 
     derived: ClassVar[tuple[str, ...]] = ("compression", "quality")
 
@@ -47,7 +50,7 @@ class Benchmark(Report):
 
     @property
     def quality(self) -> float:
-        """The SQNR in dB divided by the compression, at least 1. It favours accurate formats over small ones."""
+        """The SQNR in dB, over the compression or 1. It favours accurate formats over small ones."""
         return self.error.sqnr_db / max(self.compression, 1.0)
 
     def __rich__(self) -> Table:
@@ -63,10 +66,10 @@ class Comparison(Report):
     rows: tuple[Benchmark, ...]
 
     def __getitem__(self, name: str) -> Benchmark:
-        found = {row.name: row for row in self.rows}
-        if name not in found:
-            raise KeyError(f"`name` must be the name of a row. Got {name!r}. There are {', '.join(found)}.")
-        return found[name]
+        by_name = {row.name: row for row in self.rows}
+        if name not in by_name:
+            raise KeyError(f"`name` must be the name of a row. Got {name!r}. There are {', '.join(by_name)}.")
+        return by_name[name]
 
     @property
     def best_by_sqnr(self) -> Benchmark:
@@ -89,7 +92,10 @@ class Comparison(Report):
         return table
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Plots the relative error of each row against its bits, and the Pareto front. Returns Matplotlib's axes."""
+        """Plots the relative error of each row against its bits, with the Pareto front.
+
+        Returns Matplotlib's axes.
+        """
         errors = [row.error.relative_l2 for row in self.rows]
         bits = [row.bits for row in self.rows]
         labels = ("Error against size, with the Pareto front", "relative error (L2)")
@@ -105,12 +111,12 @@ def run_benchmark(
     method: AbstractMethod | None = None,
     threshold: Real | None = None,
 ) -> Benchmark:
-    """Quantizes one array to one format and measures the error and the size: a row of `compare_formats`."""
-    (use,) = as_configs(format, method)
+    """Returns a row of `compare_formats`: the error and the size of an array in one format."""
+    (config,) = as_configs(format, method)
     values = to_numpy(x, "`x`")
-    q = quantize(values, use.format, axis=axis, method=use.method)
-    error = measure(values, to_numpy(q, "`q`"), ("`x`", "its quantized version"), threshold)
-    return Benchmark(repr(use) if name is None else name, use.format, stored_bits(q), error)
+    q = quantize(values, config.format, axis=axis, method=config.method)
+    error = measure_error(values, to_numpy(q, "`q`"), ("`x`", "its quantized version"), threshold)
+    return Benchmark(repr(config) if name is None else name, config.format, compute_bits(q), error)
 
 
 def compare_formats(
@@ -120,7 +126,7 @@ def compare_formats(
     axis: int | Sequence[int] = -1,
     method: AbstractMethod | None = None,
 ) -> Comparison:
-    """Measures the error and the size of several formats on the same values.
+    """Returns the error and the size of several formats on the same values.
 
     !!! Example
 
@@ -154,19 +160,19 @@ def compare_formats(
     """
     if not formats:
         raise ValueError("`formats` must name at least one format. Got none. Leave it out for all of the library.")
-    return Comparison(tuple(run_benchmark(x, use, axis=axis) for use in as_configs(formats, method)))
+    return Comparison(tuple(run_benchmark(x, config, axis=axis) for config in as_configs(formats, method)))
 
 
 def as_configs(formats: Sequence[FormatLike] | FormatLike, method: AbstractMethod | None) -> tuple[QuantConfig, ...]:
-    """Converts one or several formats to `QuantConfig`s, each with its own method or else the given one."""
-    several = (formats,) if isinstance(formats, (AbstractFormat, str, type, QuantConfig)) else formats
-    uses = [as_config(format) for format in several]
-    if any(use.activations is not None for use in uses):
+    """Returns one or several formats as `QuantConfig`s, with a default method."""
+    format_list = (formats,) if isinstance(formats, (AbstractFormat, str, type, QuantConfig)) else formats
+    configs = [as_config(format) for format in format_list]
+    if any(config.activations is not None for config in configs):
         raise ValueError(
             "`formats` must leave `activations` out: losses are measured with quantized weights alone. Got some. Pass "
             "them to `quantize_tree`."
         )
-    return tuple(QuantConfig(use.format, method) if use.method is None else use for use in uses)
+    return tuple(QuantConfig(config.format, method) if config.method is None else config for config in configs)
 
 
 def show_format(format: AbstractFormat | QuantConfig | None) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from .._report import Report, report_table
 from .._types import PyTree
-from ._error import measure
+from ._error import measure_error
 from ._plots import Axes, draw_histogram
 from ._sensitivity import check_batch
 
@@ -56,7 +56,7 @@ class DivergenceReport(Report):
 def output_divergence(
     model: PyTree, quantized: PyTree, batch: PyTree, *, apply: Callable[[PyTree, PyTree], Array] | None = None
 ) -> DivergenceReport:
-    """Runs two models on one batch and compares their outputs.
+    """Returns the divergence between the outputs of two models on one batch.
 
     !!! Example
 
@@ -110,7 +110,7 @@ def output_divergence(
         top1=float(same.mean()),
         cosine=float(cosines.mean()),
         cosine_worst=float(cosines.min()),
-        relative_l2=measure(np.asarray(expected), np.asarray(actual), ("`model`", "`quantized`")).relative_l2,
+        relative_l2=measure_error(np.asarray(expected), np.asarray(actual), ("`model`", "`quantized`")).relative_l2,
         kls=kls,
         cosines=cosines,
     )
@@ -122,9 +122,9 @@ def _compare_outputs(
 ) -> tuple[Float[Array, " outputs"], Float[Array, " outputs"], Array]:
     a, b = (y.reshape(-1, y.shape[-1]).astype(jnp.float32) for y in (expected, actual))
     log_p, log_q = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
-    # The divergence is never negative, but rounding may make it so.
+    # The divergence is not negative, but rounding errors may make it so.
     kl = jnp.maximum(jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1), 0)
-    # Scaled first, so that no square overflows or underflows. The cosine of two zero vectors is defined as 1.
+    # Normalize first, so that no square overflows or underflows. The cosine of two zero vectors is defined as 1.
     a, b = (y / jnp.where((m := jnp.abs(y).max(axis=-1, keepdims=True)) > 0, m, 1) for y in (a, b))
     norms = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
     both_zero = (~(a.any(axis=-1) | b.any(axis=-1))).astype(jnp.float32)

@@ -66,7 +66,7 @@ class ErrorReport(Report):
         return table
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Plots the histogram of the values, and the grid of levels they round to. Returns Matplotlib's axes."""
+        """Plots the histogram of the values on the grid of levels. Returns Matplotlib's axes."""
         if self.arrays is None:
             raise ValueError(
                 "`plot` needs the values. Got a report of a whole model. Call `analyze_error` for one leaf."
@@ -76,13 +76,13 @@ class ErrorReport(Report):
             values, levels = to_numpy(x, "`x`").ravel(), np.unique(to_numpy(q, "`q`"))
             labels = ("Values before and after quantization", "values", "quantized values", "value")
             return draw_histogram(ax, values, levels[:256], labels)
-        in_codes, levels = _in_codes(x, q)
+        in_codes, levels = _scale_to_codes(x, q)
         labels = (f"Values on the grid of {q.format!r}", "values", "codes", "value over its scale")
         return draw_histogram(ax, in_codes, levels, labels)
 
 
 def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> ErrorReport:
-    r"""Measures the error of a quantized array compared with the original.
+    r"""Returns the error of a quantized array compared with the original.
 
     Sums run in float64, so they do not overflow or underflow for any float32 magnitudes.
 
@@ -118,12 +118,12 @@ def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> Err
     `TypeError` if an array is not floating point; `ValueError` if the arrays differ in shape, are empty, or hold
     values that are not finite.
     """
-    report = measure(to_numpy(x, "`x`"), to_numpy(q, "`q`"), ("`x`", "`q`"), threshold)
+    report = measure_error(to_numpy(x, "`x`"), to_numpy(q, "`q`"), ("`x`", "`q`"), threshold)
     return dataclasses.replace(report, arrays=(x, q))
 
 
 def quantization_mse(x: Values, q: Values) -> float:
-    """Computes the mean squared difference of two arrays."""
+    """Returns the mean squared difference of two arrays."""
     return analyze_error(x, q).mse
 
 
@@ -135,7 +135,7 @@ def to_numpy(x: Values, name: str) -> np.ndarray:
     return values
 
 
-def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Real | None = None) -> ErrorReport:
+def measure_error(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Real | None = None) -> ErrorReport:
     if x.shape != y.shape:
         raise ValueError(
             f"{names[0]} and {names[1]} must have the same shape. Got {x.shape} and {y.shape}. Compare an array with "
@@ -154,14 +154,14 @@ def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Rea
             )
     rms = math.sqrt(signal / x.size)
     threshold = 0.1 * rms if threshold is None else float(threshold)
-    noise = absolute = product = largest = outliers = 0.0
+    noise = absolute = product = max_error = outliers = 0.0
     for a, b in pieces:
         a, b = a.astype(np.float64), b.astype(np.float64)
         error = np.abs(a - b)
         noise += _dot(error, error)
         product += _dot(a, b)
         absolute += float(error.sum())
-        largest = max(largest, float(error.max()))
+        max_error = max(max_error, float(error.max()))
         outliers += np.count_nonzero(error > threshold)
     both = signal > 0 and approximation > 0
     cosine = product / math.sqrt(signal) / math.sqrt(approximation) if both else float(noise == 0)
@@ -171,8 +171,8 @@ def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Rea
         mse=noise / x.size,
         rmse=math.sqrt(noise / x.size),
         mae=absolute / x.size,
-        max_error=largest,
-        sqnr_db=decibel(signal, noise),
+        max_error=max_error,
+        sqnr_db=compute_decibels(signal, noise),
         relative_l2=math.sqrt(noise / signal) if signal > 0 else (math.inf if noise > 0 else 0.0),
         cosine=cosine,
         outlier_rate=outliers / x.size,
@@ -180,8 +180,8 @@ def measure(x: np.ndarray, y: np.ndarray, names: tuple[str, str], threshold: Rea
     )
 
 
-def decibel(signal: float, noise: float) -> float:
-    """Returns the ratio of two powers in dB. Without noise it is infinite, even for a zero signal."""
+def compute_decibels(signal: float, noise: float) -> float:
+    """Returns the ratio of two powers in dB: infinite without noise, even for a zero signal."""
     if noise == 0:
         return math.inf
     return -math.inf if signal == 0 else 10 * (math.log10(signal) - math.log10(noise))
@@ -193,23 +193,23 @@ def _sum_of_squares(x: np.ndarray) -> float:
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> float:
-    # Not `a @ b`: on a busy machine the threads of BLAS lose more time waiting than they save.
+    # Not `a @ b`: for short chunks the threads of BLAS cost more than they save.
     return float(np.einsum("i,i->", a, b))
 
 
-def sorted_levels(format: AbstractFormat) -> np.ndarray:
+def list_levels(format: AbstractFormat) -> np.ndarray:
     """Returns the sorted levels of a format, before scale and zero point."""
     levels, used = levels_of(format)
     return np.unique(levels[used].astype(np.float64))
 
 
-def stored_bits(q: QuantizedArray) -> float:
+def compute_bits(q: QuantizedArray) -> float:
     """Returns the bits per value, including scales."""
     return 8 * q.nbytes / max(q.size, 1)
 
 
-def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
-    """Returns the values in the memory order of `q`, with the scale and the zero point of each."""
+def align_rows(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
+    """Returns the values in the memory order of `q`, with the scale and zero point of each."""
     axes = as_axes(q.axis)
     rows = memory_order(jnp.asarray(to_numpy(x, "`x`"), jnp.float32), axes)
     spread = lambda per_block: expand(per_block, q.format.block_size, rows.shape[-1])
@@ -218,9 +218,9 @@ def rows_of(x: Values, q: QuantizedArray) -> tuple[Array, Array, Array]:
     return rows, spread(q.scale), spread(zero)
 
 
-def _in_codes(x: Values, q: QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values in units of codes (over the scale, plus the zero point), and the levels in their range."""
-    rows, scale, zero = rows_of(x, q)
-    values, levels = np.asarray(divide(rows, scale) + zero).ravel(), sorted_levels(q.format)
+def _scale_to_codes(x: Values, q: QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `values / scale + zero_point`, and the levels in the range of these."""
+    rows, scale, zero = align_rows(x, q)
+    values, levels = np.asarray(divide(rows, scale) + zero).ravel(), list_levels(q.format)
     step = np.diff(levels).max(initial=0)
     return values, levels[(levels >= values.min() - step) & (levels <= values.max() + step)]

@@ -19,7 +19,7 @@ from .._tree.leaves import abbreviate_list, float_leaves
 from .._tree.quantize import quantize_tree
 from .._tree.select import Where
 from .._types import PyTree
-from ._error import decibel, ErrorReport, measure, Real, stored_bits, to_numpy
+from ._error import compute_bits, compute_decibels, ErrorReport, measure_error, Real, to_numpy
 from ._plots import Axes, draw_bars
 
 
@@ -58,7 +58,7 @@ class TreeErrorReport(Report):
     @property
     def sqnr_db(self) -> float:
         """The signal-to-noise ratio of all leaves of the report together."""
-        return decibel(sum(leaf.error.rms**2 * leaf.error.size for leaf in self.leaves), self._noise)
+        return compute_decibels(sum(leaf.error.rms**2 * leaf.error.size for leaf in self.leaves), self._noise)
 
     @property
     def _noise(self) -> float:
@@ -92,7 +92,7 @@ def analyze_tree(
     method: AbstractMethod | None = None,
     threshold: Real | None = None,
 ) -> TreeErrorReport:
-    """Measures the error that [`eqquant.quantize_tree`][], with the same arguments, causes in each leaf.
+    """Returns the error of each leaf after [`eqquant.quantize_tree`][] with these arguments.
 
     !!! Example
 
@@ -131,7 +131,7 @@ def analyze_tree(
 
 
 def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = None) -> TreeErrorReport:
-    """Measures the error of each quantized leaf of a model, however it was quantized.
+    """Returns the error of each quantized leaf of a model, however it was quantized.
 
     !!! Example
 
@@ -165,8 +165,8 @@ def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = 
         # A leaf that is quantized in both has no float original to compare with.
         if isinstance(new := after[path], QuantizedArray) and not isinstance(old, QuantizedArray):
             x, y = to_numpy(old, path), to_numpy(new, path)
-            error = measure(x, y, (path, f"quantized {path}"), threshold)
-            rows.append(LeafError(path, x.shape, new.format, stored_bits(new), error))
+            error = measure_error(x, y, (path, f"quantized {path}"), threshold)
+            rows.append(LeafError(path, x.shape, new.format, compute_bits(new), error))
     if not rows:
         raise ValueError("`quantized` must hold a quantized array that is dense in `model`. Got none. Swap the two?")
     return TreeErrorReport(tuple(rows))

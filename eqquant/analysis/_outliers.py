@@ -1,4 +1,4 @@
-"""Measures what outliers do to the values that share their scale."""
+"""Measures the effect of outliers on the values that share their scale."""
 
 import dataclasses
 import math
@@ -12,17 +12,16 @@ from .._formats import Int8
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod
 from .._report import Report, report_table
-from ._error import measure, quantization_mse, Real, to_numpy, Values
+from ._error import measure_error, quantization_mse, Real, to_numpy, Values
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OutlierImpact(Report):
-    """The error with all values, and with magnitudes clipped at `threshold`, a percentile of the magnitudes.
+    """The error with all values, and with clipped outliers.
 
-    [`eqquant.reference.outlier_impact`][] makes it.
-
-    `clipped_mse` compares with the clipped values, `total_mse` with the original ones, so it includes the error of
-    clipping itself. `ratio` is `mse / clipped_mse`.
+    [`eqquant.reference.outlier_impact`][] makes it. Magnitudes are clipped at `threshold`, a percentile of the
+    magnitudes. `clipped_mse` compares with the clipped values, `total_mse` with the original ones, so it includes the
+    error of clipping itself. `ratio` is `mse / clipped_mse`.
     """
 
     percentile: float
@@ -49,7 +48,7 @@ def outlier_impact(
     axis: int | Sequence[int] = -1,
     method: AbstractMethod | None = None,
 ) -> OutlierImpact:
-    """Measures how much the largest values increase the error of all values that share their scale.
+    """Returns how much outliers increase the error of the values that share their scale.
 
     !!! Example
 
@@ -81,13 +80,13 @@ def outlier_impact(
             f"`percentile={100 * percentile:g}`."
         )
     values = to_numpy(x, "`x`")
-    measure(values, values, ("`x`", "`x`"))
+    measure_error(values, values, ("`x`", "`x`"))
     magnitudes = np.sort(np.abs(values), axis=None)
     threshold = magnitudes[min(int(percentile / 100 * magnitudes.size), magnitudes.size - 1)]
     clipped = np.clip(values, -threshold, threshold)
-    picked = Int8("tensor") if format is None else as_format(format)
-    before = quantization_mse(values, quantize(values, picked, axis=axis, method=method))
-    q = quantize(clipped, picked, axis=axis, method=method)
-    after, total = quantization_mse(clipped, q), quantization_mse(values, q)
-    ratio = before / after if after > 0 else (math.inf if before > 0 else 1.0)
-    return OutlierImpact(float(percentile), float(threshold), before, after, total, ratio)
+    chosen_format = Int8("tensor") if format is None else as_format(format)
+    mse = quantization_mse(values, quantize(values, chosen_format, axis=axis, method=method))
+    q = quantize(clipped, chosen_format, axis=axis, method=method)
+    clipped_mse, total = quantization_mse(clipped, q), quantization_mse(values, q)
+    ratio = mse / clipped_mse if clipped_mse > 0 else (math.inf if mse > 0 else 1.0)
+    return OutlierImpact(float(percentile), float(threshold), mse, clipped_mse, total, ratio)

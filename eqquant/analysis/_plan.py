@@ -1,4 +1,4 @@
-"""Plans a format for each leaf, with the least loss within a budget of bits."""
+"""Plans a format for each leaf: the least loss within a budget of bits."""
 
 import dataclasses
 import glob
@@ -18,22 +18,22 @@ from .._tree.leaves import abbreviate_list, array_nbytes, named_leaves
 from .._tree.weights import ineligible_reason
 from .._types import PyTree
 from ._comparison import show_format
-from ._knapsack import choose
+from ._knapsack import choose_options
 from ._plots import Axes, draw_bars
 from ._sensitivity import (
-    as_number,
     Candidate,
     check_batch,
+    check_loss,
+    compile_loss,
     LeafSensitivity,
-    loss_with,
-    quantize_named,
+    quantize_candidate,
     SensitivityReport,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLeaf:
-    """The format of one leaf or of a group of leaves, its bytes, and the expected increase of the loss."""
+    """The planned format of a leaf or a group, its bytes, and the expected loss increase."""
 
     paths: tuple[str, ...]
     shape: tuple[int, ...]
@@ -54,10 +54,10 @@ class PlannedLeaf:
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class BitPlan(Report, Mapping[str, AbstractFormat | QuantConfig | None]):
-    """A format for each leaf: a mapping `{path: format or None}` that you can pass to [`eqquant.quantize_tree`][].
+    """A format for each leaf: rules for [`eqquant.quantize_tree`][].
 
-    `measured` says whether the increase of a loss was measured, or errors of weights stand for it. The keys of such a
-    mapping are globs, so `glob.escape` escapes each path with `*`, `?` or `[`.
+    It is a mapping `{path: format or None}`. The keys are globs, so `glob.escape` escapes each path with `*`, `?` or
+    `[`. `measured` says whether `increase` is of a measured loss, or an estimate from the errors of weights.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("bits", "increase")
@@ -91,7 +91,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | QuantConfig | None]):
 
     @property
     def increase(self) -> float:
-        """The expected increase of the loss, or the error that stands for it: the sum over the leaves."""
+        """The sum of the expected increases of the loss, or of the estimated errors."""
         return sum(leaf.increase for leaf in self.leaves)
 
     def __rich__(self) -> Table:
@@ -113,7 +113,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | QuantConfig | None]):
         return table
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Plots the bits per weight of each leaf as a bar, coloured by format. Returns Matplotlib's axes."""
+        """Plots the bits per weight of each leaf, coloured by format. Returns Matplotlib's axes."""
         names = [leaf.group or leaf.paths[0] for leaf in self.leaves]
         formats = [show_format(leaf.format) for leaf in self.leaves]
         labels = (f"A format for each weight, at most {self.target_bits:g} bits on average", "bits per weight")
@@ -128,7 +128,7 @@ def plan_bits(
     loss: Callable[[PyTree, PyTree], Scalar] | None = None,
     batch: PyTree = None,
 ) -> BitPlan:
-    """Chooses a format for each leaf that minimises the increase of the loss within a budget of average bits.
+    """Returns the mix of formats with the least loss increase within a budget of bits.
 
     Assumes that the increases of single leaves add up, and finds the mix with the least sum within the budget by
     dynamic programming (the multiple-choice knapsack problem). The result is optimal if 32768 steps can count the
@@ -152,7 +152,7 @@ def plan_bits(
     - `model`: the model that the sensitivities were measured on.
     - `sensitivities`: the report that [`eqquant.analysis.sensitivity`][] or [`eqquant.analysis.weight_sensitivity`][]
         returned.
-    - `target_bits`: the largest allowed average of bits per weight, including scales, over the measured leaves.
+    - `target_bits`: the maximal average of bits per weight, including scales, over the measured leaves.
     - `loss`, `batch`: as for [`eqquant.analysis.sensitivity`][], to compare the mix with one format for all.
 
     **Returns:**
@@ -181,68 +181,68 @@ def plan_bits(
     if not math.isfinite(target_bits):
         raise ValueError(f"`target_bits` must be finite. Got {target_bits}. With 32, float32 weights stay in float.")
     if (loss is None) != (batch is None):
-        given, missing = ("loss", "batch") if batch is None else ("batch", "loss")
-        raise ValueError(f"`loss` and `batch` must be given together. Got `{given}` alone. Pass `{missing}` too.")
+        passed, missing = ("loss", "batch") if batch is None else ("batch", "loss")
+        raise ValueError(f"`loss` and `batch` must be given together. Got `{passed}` alone. Pass `{missing}` too.")
     _check_leaves(model, sensitivities)
     leaves = sensitivities.leaves
-    options = [_options(leaf, sensitivities.loss) for leaf in leaves]
-    costs, losses = ([np.array([option[n] for option in offered]) for offered in options] for n in (1, 2))
+    options = [_list_options(leaf, sensitivities.loss) for leaf in leaves]
+    costs, losses = ([np.array([option[n] for option in leaf_options]) for leaf_options in options] for n in (1, 2))
     size = sum(leaf.size for leaf in leaves)
     budget = math.floor(target_bits * size / 8 + 1e-6)
-    least, most = (8 * sum(int(pick(cost)) for cost in costs) / size for pick in (np.min, np.max))
+    min_bits, max_bits = (8 * sum(int(pick(cost)) for cost in costs) / size for pick in (np.min, np.max))
     if budget < sum(int(cost.min()) for cost in costs):
         raise ValueError(
-            f"`target_bits` must be within reach of the formats that were measured, from {least:.3f} to {most:.3f} "
+            f"`target_bits` must be within reach of the measured formats, from {min_bits:.3f} to {max_bits:.3f} "
             f"bits per weight. Got {target_bits}. Raise it, or measure smaller formats, for instance `eqq.Binary()`."
         )
 
-    def as_plan(choice: Sequence[int]) -> BitPlan:
+    def make_plan(choice: Sequence[int]) -> BitPlan:
         rows = [
-            PlannedLeaf(leaf.paths, leaf.shape, *offered[pick], leaf.arrays, leaf.group)
-            for leaf, offered, pick in zip(leaves, options, choice, strict=True)
+            PlannedLeaf(leaf.paths, leaf.shape, *leaf_options[pick], leaf.arrays, leaf.group)
+            for leaf, leaf_options, pick in zip(leaves, options, choice, strict=True)
         ]
         return BitPlan(tuple(rows), float(target_bits), sensitivities.measured)
 
-    single = [as_plan(choice) for choice in _single_formats(options)]
-    plans = [as_plan(choose(costs, losses, budget)), *(plan for plan in single if plan.nbytes <= budget)]
+    single = [make_plan(choice) for choice in _list_single_formats(options)]
+    plans = [make_plan(choose_options(costs, losses, budget)), *(plan for plan in single if plan.nbytes <= budget)]
     if loss is None:
         return min(plans, key=lambda plan: plan.increase)
     check_batch(batch)
-    return min(plans, key=_measure_with(model, sensitivities, loss, batch))
+    return min(plans, key=_compile_plan_loss(model, sensitivities, loss, batch))
 
 
 _Option = tuple[AbstractFormat | QuantConfig | None, int, float]
 
 
-def _single_formats(options: Sequence[Sequence[_Option]]) -> Iterator[list[int]]:
-    """Yields the choice of each format that all leaves can have."""
+def _list_single_formats(options: Sequence[Sequence[_Option]]) -> Iterator[list[int]]:
+    """Yields the choice of one format for all leaves, for each format that all have."""
     for format, *_ in options[0] if options else ():
-        places = [[n for n, option in enumerate(offered) if option[0] is format] for offered in options]
-        if all(places):
-            yield [found[0] for found in places]
+        matches = [[n for n, option in enumerate(leaf_options) if option[0] is format] for leaf_options in options]
+        if all(matches):
+            yield [found[0] for found in matches]
 
 
-def _measure_with(
+def _compile_plan_loss(
     model: PyTree, sensitivities: SensitivityReport, loss: Callable[[PyTree, PyTree], Scalar], batch: PyTree
 ) -> Callable[[BitPlan], float]:
-    """Returns a function that measures the loss of the model with a whole plan."""
-    compute = loss_with(model, loss, batch)
-    places = {leaf.path: (n, leaf.value) for n, leaf in enumerate(named_leaves(model))}
+    """Returns a function that measures the loss of the model under a plan."""
+    compute = compile_loss(model, loss, batch)
+    numbers = {leaf.path: (n, leaf.value) for n, leaf in enumerate(named_leaves(model))}
     axes = {path: leaf.axes for leaf in sensitivities.leaves for path in leaf.paths}
 
-    def measure(plan: BitPlan) -> float:
+    def measure_plan(plan: BitPlan) -> float:
         replaced = {}
         for leaf in plan.leaves:
             for path in leaf.paths if leaf.format is not None else ():
-                place, value = places[path]
+                place, value = numbers[path]
                 w = Candidate([place], [path], value, axes[path])
-                replaced[place] = quantize_named(w, as_config(leaf.format)).dequantize()
-        return as_number(compute(replaced), "a plan")
+                replaced[place] = quantize_candidate(w, as_config(leaf.format)).dequantize()
+        return check_loss(compute(replaced), "a plan")
 
-    return measure
+    return measure_plan
 
 
-def _options(leaf: LeafSensitivity, base: float) -> list[_Option]:
+def _list_options(leaf: LeafSensitivity, base: float) -> list[_Option]:
     """Returns the options of a leaf, the smallest first, so that ties go to the smaller option."""
     increases = [loss - base for loss in leaf.losses]
     options = [*zip(leaf.formats, leaf.nbytes, increases, strict=True), (None, leaf.dense_nbytes, 0.0)]

@@ -12,16 +12,17 @@ if TYPE_CHECKING:
 else:
     Axes = Any  # Matplotlib may be missing
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, for colour-blind readers.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#808080"
 COLOURS = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#F0E442", GREY)
 MARKERS = "osD^vPX*"
 
 
-def axes_or_new(ax: Axes | None, size: tuple[float, float]) -> Axes:
-    """Returns the given axes, or the axes of a new figure outside pyplot, which opens no window and needs no closing.
+def make_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
+    """Returns the given axes, or the axes of a new figure.
 
-    A new figure has a transparent background and grey text, which is readable on light and on dark pages.
+    A new figure is outside pyplot, so it opens no window and needs no closing. It has a transparent background and grey
+    text, which is readable on light and on dark pages.
     """
     if ax is not None:
         return ax
@@ -43,8 +44,8 @@ def axes_or_new(ax: Axes | None, size: tuple[float, float]) -> Axes:
     return ax
 
 
-def _finish(ax: Axes, title: str, grid: Literal["both", "x", "y"] = "both", **legend: Any) -> Axes:
-    """Adds a title, a light grid and, if any artist has a label, a legend in the colour of the axes' labels."""
+def _finish_axes(ax: Axes, title: str, grid: Literal["both", "x", "y"] = "both", **legend: Any) -> Axes:
+    """Adds a title, a light grid and, if any artist has a label, a legend."""
     ax.set_title(title, fontsize=10)
     ax.grid(axis=grid, alpha=0.3)
     ax.set_axisbelow(True)
@@ -65,8 +66,11 @@ def _name_rows(ax: Axes, names: Sequence[str]) -> None:
 def draw_bars(
     ax: Axes | None, names: Sequence[str], values: Sequence[float], labels: tuple[str, str], groups: Sequence[str]
 ) -> Axes:
-    """Draws one bar for each name, coloured by group. `labels` are the title and the label of the x-axis."""
-    ax = axes_or_new(ax, (7.0, 1.2 + 0.2 * len(names)))
+    """Draws one bar for each name, coloured by group.
+
+    `labels` are the title and the label of the x-axis.
+    """
+    ax = make_axes(ax, (7.0, 1.2 + 0.2 * len(names)))
     for n, kind in enumerate(dict.fromkeys(groups)):
         rows = [row for row, group in enumerate(groups) if group == kind]
         # Matplotlib cannot draw a bar of infinite or NaN width.
@@ -75,32 +79,32 @@ def draw_bars(
     _name_rows(ax, names)
     ax.set_xlabel(labels[1])
     # Below the axes, since bars may fill them: 36 points, which the label of the x-axis needs.
-    below = -36 * ax.figure.dpi / 72 / ax.get_window_extent().height
-    return _finish(ax, labels[0], "x", loc="upper center", bbox_to_anchor=(0.5, below), ncols=3)
+    legend_offset = -36 * ax.figure.dpi / 72 / ax.get_window_extent().height
+    return _finish_axes(ax, labels[0], "x", loc="upper center", bbox_to_anchor=(0.5, legend_offset), ncols=3)
 
 
 def draw_dots(
     ax: Axes | None, names: Sequence[str], groups: Mapping[str, Sequence[float]], labels: tuple[str, str]
 ) -> Axes:
-    """Draws a dot for each name and group on a logarithmic axis, and skips values that are not positive."""
-    ax = axes_or_new(ax, (7.0, 1.2 + 0.2 * len(names)))
+    """Draws a dot for each name and group on a logarithmic axis, without values <= 0."""
+    ax = make_axes(ax, (7.0, 1.2 + 0.2 * len(names)))
     for n, (group, values) in enumerate(groups.items()):
-        places = [(value, row) for row, value in enumerate(values) if np.isfinite(value) and value > 0]
-        x, y = zip(*places, strict=True) if places else ((), ())
+        positions = [(value, row) for row, value in enumerate(values) if np.isfinite(value) and value > 0]
+        x, y = zip(*positions, strict=True) if positions else ((), ())
         ax.scatter(x, y, s=24, color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], label=group)
     if any(value > 0 for values in groups.values() for value in values):
         ax.set_xscale("log")
     _name_rows(ax, names)
     ax.set_xlabel(labels[1])
-    return _finish(ax, labels[0])
+    return _finish_axes(ax, labels[0])
 
 
 def draw_front(
     ax: Axes | None, names: Sequence[str], bits: Sequence[float], errors: Sequence[float], labels: tuple[str, str]
 ) -> Axes:
     """Draws the error against the bits. The line is the Pareto front."""
-    ax = axes_or_new(ax, (7.5, 5.0))
-    best = on_front(bits, errors)
+    ax = make_axes(ax, (7.5, 5.0))
+    best = find_front(bits, errors)
     colours = [BLUE if n in best else GREY for n in range(len(bits))]
     ax.plot([bits[n] for n in best], [errors[n] for n in best], color=BLUE, zorder=1, label="Pareto front")
     ax.scatter(bits, errors, s=22, color=colours, zorder=3)
@@ -109,29 +113,29 @@ def draw_front(
     ax.margins(x=0.08)
     ax.set_xlabel("bits per weight, scales included")
     ax.set_ylabel(labels[1])
-    _finish(ax, labels[0])
+    _finish_axes(ax, labels[0])
     _label_points(ax, names, np.array([bits, errors]).T, colours)
     return ax
 
 
 def _label_points(ax: Axes, names: Sequence[str], points: np.ndarray, colours: Sequence[str]) -> None:
-    """Writes names beside points, towards the middle of the axes. The names of neighbouring points are stacked."""
+    """Writes the names of points towards the middle of the axes, stacked where points are near."""
     ax.figure.canvas.draw()  # the positions of points are known only after the layout
     to_points = 72 / ax.figure.dpi
-    places = ax.transData.transform(points) * to_points
+    positions = ax.transData.transform(points) * to_points
     middle = ax.transAxes.transform((0.5, 0.5))[0] * to_points
     columns: list[list[int]] = []
-    for n in map(int, np.argsort(places[:, 0])):
-        if not columns or places[n, 0] - places[columns[-1][-1], 0] >= 30:
+    for n in map(int, np.argsort(positions[:, 0])):
+        if not columns or positions[n, 0] - positions[columns[-1][-1], 0] >= 30:
             columns.append([])
         columns[-1].append(n)
     for column in columns:
-        left = places[column, 0].mean() > middle
-        start = places[column, 0].min() - 12 if left else places[column, 0].max() + 12
-        text = {"ha": "right" if left else "left", "va": "center", "fontsize": 8, "textcoords": "offset points"}
-        arrow = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (float(left), 0.5), "shrinkA": 0, "shrinkB": 0}
-        for n, line in _spread(column, places[:, 1], 10.0):
-            offset, style = (start - places[n, 0], line - places[n, 1]), arrow | {"color": colours[n]}
+        is_left = positions[column, 0].mean() > middle
+        start = positions[column, 0].min() - 12 if is_left else positions[column, 0].max() + 12
+        text = {"ha": "right" if is_left else "left", "va": "center", "fontsize": 8, "textcoords": "offset points"}
+        arrow = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (float(is_left), 0.5), "shrinkA": 0, "shrinkB": 0}
+        for n, line in _spread(column, positions[:, 1], 10.0):
+            offset, style = (start - positions[n, 0], line - positions[n, 1]), arrow | {"color": colours[n]}
             ax.annotate(names[n], points[n], xytext=offset, color=colours[n], arrowprops=style, **text)
 
 
@@ -147,19 +151,22 @@ def _spread(items: Sequence[int], wanted: np.ndarray, height: float) -> list[tup
     return [(n, centre(g) + height * ((len(g) - 1) / 2 - k)) for g in groups for k, n in enumerate(g)]
 
 
-def on_front(bits: Sequence[float], errors: Sequence[float]) -> list[int]:
-    """Returns the indices of the Pareto front, in the order of bits: the points that no other point beats."""
-    front, least = [], np.inf
+def find_front(bits: Sequence[float], errors: Sequence[float]) -> list[int]:
+    """Returns the indices of the points of the Pareto front, in the order of bits."""
+    front, best_error = [], np.inf
     for n in sorted(range(len(bits)), key=lambda n: (bits[n], errors[n])):
-        if errors[n] < least:
+        if errors[n] < best_error:
             front.append(n)
-            least = errors[n]
+            best_error = errors[n]
     return front
 
 
 def draw_histogram(ax: Axes | None, values: np.ndarray, lines: np.ndarray, labels: tuple[str, str, str, str]) -> Axes:
-    """Draws a histogram and vertical lines. `labels` name the figure, the values, the lines and the x-axis."""
-    ax = axes_or_new(ax, (7.0, 3.5))
+    """Draws a histogram and vertical lines.
+
+    `labels` name the figure, the values, the lines and the x-axis.
+    """
+    ax = make_axes(ax, (7.0, 3.5))
     for n, line in enumerate(lines):
         ax.axvline(line, color=ORANGE, linewidth=1.0, label=labels[2] if n == 0 else None)
     # The square root of the number of values, so that few values do not scatter over many empty bins.
@@ -169,4 +176,4 @@ def draw_histogram(ax: Axes | None, values: np.ndarray, lines: np.ndarray, label
     ax.locator_params(axis="x", nbins=6)
     ax.set_xlabel(labels[3])
     ax.set_ylabel(labels[1])
-    return _finish(ax, labels[0], "y")
+    return _finish_axes(ax, labels[0], "y")

@@ -29,12 +29,12 @@ from .._tree.leaves import abbreviate_list, array_nbytes, DenseArray, named_leav
 from .._tree.select import Where
 from .._types import PyTree
 from ._comparison import as_configs, show_format
-from ._error import measure, to_numpy
+from ._error import measure_error, to_numpy
 from ._plots import Axes, draw_dots
-from ._roles import weigh_roles
+from ._roles import estimate_role_factors
 
 
-# From two to eight bits, none far from the next, with scales that are short or quantized.
+# From two to eight bits in small steps, with 16-bit or quantized scales.
 ALL_WIDTHS: tuple[AbstractFormat, ...] = (
     Int2(64, scale_dtype="float16"),
     Int3(128, scale_dtype="float16"),
@@ -50,7 +50,7 @@ ALL_WIDTHS: tuple[AbstractFormat, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class LeafSensitivity:
-    """The loss with one leaf, or a group of leaves, quantized to each of the formats, and its bytes in each format.
+    """The loss with one leaf or group quantized, and its bytes, in each format.
 
     `paths` has one entry, or several for an array that appears in several places, or for a group. A group is `arrays`
     of one shape, and `group` its name. Blocks run along `axes`.
@@ -77,9 +77,10 @@ class LeafSensitivity:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SensitivityReport(Report):
-    """The loss of the float model, and with each leaf quantized to each format. Prints as a table of increases.
+    """The loss of the float model, and with each leaf quantized to each format.
 
-    `measured` says whether a loss was measured, or the error of the weights stands for it.
+    Prints as a table of increases. `measured` says whether the losses are measured, or estimated from errors of
+    weights.
     """
 
     loss: float
@@ -94,7 +95,7 @@ class SensitivityReport(Report):
         return table
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Plots the increase of the loss as a dot for each leaf and format. Returns Matplotlib's axes.
+        """Plots the loss increase of each leaf and format as a dot. Returns Matplotlib's axes.
 
         The axis is logarithmic, so a leaf that does not increase the loss has no dot.
         """
@@ -118,11 +119,11 @@ def sensitivity(
     method: AbstractMethod | None = None,
     group: str | Sequence[str] = (),
 ) -> SensitivityReport:
-    """Measures the loss of a model with one leaf at a time quantized, to each of several formats.
+    """Returns the loss of a model with one leaf at a time quantized, for each format.
 
-    Evaluates the loss `1 + leaves x formats` times, and compiles it once, because the model that it gets always holds
-    dense weights, one of them rounded. A good loss measures the distance to the outputs of the float model: it is zero
-    for the float model, so it cannot decrease by accident, and its increases add up better than those of a loss on
+    Evaluates the loss `1 + leaves x formats` times, and compiles it once, because its model always holds dense weights,
+    one of them rounded (fake quantization). A good loss measures the distance to the outputs of the float model: it is
+    zero for the float model, so it cannot decrease by accident, and its increases add up better than those of a loss on
     labels.
 
     !!! Example
@@ -167,28 +168,30 @@ def sensitivity(
     `ValueError` if `formats` or `batch` is empty, if the loss is not one finite number, if it does not depend on the
     weights, and as [`eqquant.quantize_tree`][].
     """
-    uses = _some_uses(formats, method)
+    configs = _make_configs(formats, method)
     check_batch(batch)
-    weights, compute = _weights(model, where, axis), loss_with(model, loss, batch)
-    base = as_number(compute({}), "the model as it is")
-    changed = False
+    weights, compute = _find_candidates(model, where, axis), compile_loss(model, loss, batch)
+    base = check_loss(compute({}), "the model as it is")
+    weights_changed = False
 
-    def loss_of(name: str, use: QuantConfig, alike: Sequence[Candidate], quantized: Sequence[QuantizedArray]) -> float:
-        nonlocal changed
-        replaced = {}
-        for w, q in zip(alike, quantized, strict=True):
+    def compute_loss(
+        name: str, config: QuantConfig, members: Sequence[Candidate], quantized: Sequence[QuantizedArray]
+    ) -> float:
+        nonlocal weights_changed
+        replacements = {}
+        for w, q in zip(members, quantized, strict=True):
             rounded = q.dequantize()
-            replaced.update(dict.fromkeys(w.places, rounded))
-            changed = changed or not np.array_equal(rounded, w.value)
-        return as_number(compute(replaced), f"{name} in {use!r}")
+            replacements.update(dict.fromkeys(w.numbers, rounded))
+            weights_changed = weights_changed or not np.array_equal(rounded, w.value)
+        return check_loss(compute(replacements), f"{name} in {config!r}")
 
-    rows = _rows(weights, group, uses, loss_of)
-    if changed and all(loss == base for row in rows for loss in row.losses):
+    rows = _measure_rows(weights, group, configs, compute_loss)
+    if weights_changed and all(loss == base for row in rows for loss in row.losses):
         # All losses are equal, either because rounding hardly changes them or because `loss` ignores the weights. Only
         # the latter returns the same for weights of NaN.
-        without = {place: jnp.full_like(w.value, jnp.nan) for w in weights for place in w.places}
+        nan_weights = {number: jnp.full_like(w.value, jnp.nan) for w in weights for number in w.numbers}
         with jax.debug_nans(False):
-            if float(np.asarray(compute(without))) == base:
+            if float(np.asarray(compute(nan_weights))) == base:
                 raise ValueError(
                     f"`loss` must use the model that it is given. Got the same value for every one, {base:.6g}, "
                     "although their weights differ. Does it close over another?"
@@ -206,7 +209,7 @@ def weight_sensitivity(
     group: str | Sequence[str] = (),
     read: Callable[[str], Array | np.ndarray] | None = None,
 ) -> SensitivityReport:
-    r"""Estimates sensitivities from the weights alone, where there are no data to measure a loss on.
+    r"""Returns sensitivities estimated from the weights alone, without data.
 
     The loss of a weight is $r \lVert W - \hat W \rVert^2 / \lVert W \rVert^2$, so a large weight counts as much as a
     small one. The factor $r$ is a guess from its name: 0.15 for queries and keys, 1.5 for values, 2 for the embedding
@@ -236,58 +239,62 @@ def weight_sensitivity(
 
     **Returns:**
 
-    A report as that of [`eqquant.analysis.sensitivity`][], whose losses are these errors.
+    A report as of [`eqquant.analysis.sensitivity`][], with these errors as losses.
 
     **Raises:**
 
     `ValueError` if `formats` is empty, and as [`eqquant.quantize_tree`][].
     """
-    uses, weights = _some_uses(formats, method), _weights(model, where, axis)
-    factors = weigh_roles(leaf.path for leaf in named_leaves(model) if isinstance(leaf.value, DenseArray))
+    configs, weights = _make_configs(formats, method), _find_candidates(model, where, axis)
+    factors = estimate_role_factors(leaf.path for leaf in named_leaves(model) if isinstance(leaf.value, DenseArray))
 
-    def error_of(name: str, use: QuantConfig, alike: Sequence[Candidate], quantized: Sequence[QuantizedArray]) -> float:
-        del name, use
+    def compute_error(
+        name: str, config: QuantConfig, members: Sequence[Candidate], quantized: Sequence[QuantizedArray]
+    ) -> float:
+        del name, config
         error = 0.0
-        for w, q in zip(alike, quantized, strict=True):
+        for w, q in zip(members, quantized, strict=True):
             path = w.paths[0]
-            relative = measure(to_numpy(w.value, path), to_numpy(q, path), (path, path)).relative_l2
+            relative = measure_error(to_numpy(w.value, path), to_numpy(q, path), (path, path)).relative_l2
             error += factors[path] * _count_matrices(w) * min(relative, 1.0) ** 2
         return error
 
-    return SensitivityReport(0.0, _rows(weights, group, uses, error_of, read), measured=False)
+    return SensitivityReport(0.0, _measure_rows(weights, group, configs, compute_error, read), measured=False)
 
 
 class Candidate(NamedTuple):
-    """An array that `quantize_tree` would quantize: the indices and the paths of its leaves, its value and its axes.
+    """An array that `quantize_tree` would quantize.
 
-    The value is a shape alone until it is read.
+    It has the numbers and the paths of its leaves. The value is only a shape until it is read.
     """
 
-    places: list[int]
+    numbers: list[int]
     paths: list[str]
     value: Array | np.ndarray
     axes: tuple[int, ...]
 
 
 def _count_matrices(w: Candidate) -> int:
-    """Returns how many matrices a weight is that products use one after another: the layers of a stack."""
+    """Returns the number of matrices of a weight: the layers of a stack."""
     is_stack = len(w.value.shape) == 3 and len(w.axes) == 1 and "expert" not in w.paths[0].lower()
     return w.value.shape[0] if is_stack and min(w.value.shape[1:]) >= 16 else 1  # else a convolution
 
 
-def _weights(model: PyTree, where: Where | None, axis: int | Sequence[int] | None) -> list[Candidate]:
+def _find_candidates(model: PyTree, where: Where | None, axis: int | Sequence[int] | None) -> list[Candidate]:
     found: dict[int, Candidate] = {}
     for n, decision in enumerate(decide(model, "int8", where, axis)):
         if decision.format is not None:
             x = decision.leaf.value
             w = found.setdefault(id(x), Candidate([], [], x, decision.axes))
-            w.places.append(n)
+            w.numbers.append(n)
             w.paths.append(decision.leaf.path)
     return list(found.values())
 
 
-def _grouped(weights: Sequence[Candidate], group: str | Sequence[str]) -> list[tuple[str | None, list[Candidate]]]:
-    """Returns the arrays that share a format, with the name of their group, or each array alone."""
+def _group_candidates(
+    weights: Sequence[Candidate], group: str | Sequence[str]
+) -> list[tuple[str | None, list[Candidate]]]:
+    """Returns the name and the arrays of each group. An array without a group is alone."""
     patterns = [group] if isinstance(group, str) else list(group)
     matchers = {p: re.compile(r"[^.]*".join(re.escape(part) for part in p.split("*")) + r"(?=\.|$)") for p in patterns}
     found: dict[Hashable, tuple[str | None, list[Candidate]]] = {}
@@ -307,74 +314,74 @@ def _grouped(weights: Sequence[Candidate], group: str | Sequence[str]) -> list[t
             f"`group` must match the beginning of a path. Got {unused[0]!r}, which matches none of "
             f"{abbreviate_list([w.paths[0] for w in weights])}."
         )
-    return [(name if len(alike) > 1 else None, alike) for name, alike in found.values()]
+    return [(name if len(members) > 1 else None, members) for name, members in found.values()]
 
 
-def _rows(
+def _measure_rows(
     weights: Sequence[Candidate],
     group: str | Sequence[str],
-    uses: Sequence[QuantConfig],
-    loss_of: Callable[[str, QuantConfig, Sequence[Candidate], Sequence[QuantizedArray]], float],
+    configs: Sequence[QuantConfig],
+    compute_loss: Callable[[str, QuantConfig, Sequence[Candidate], Sequence[QuantizedArray]], float],
     read: Callable[[str], Array | np.ndarray] | None = None,
 ) -> tuple[LeafSensitivity, ...]:
-    """Returns a row for each array or group: quantizes it to each format, and asks `loss_of` for the loss."""
-    formats = tuple(use if use.method is not None else use.format for use in uses)
+    """Returns the row of each array or group, quantized to each format."""
+    formats = tuple(config if config.method is not None else config.format for config in configs)
     rows = []
-    for name, alike in _grouped(weights, group):
+    for name, members in _group_candidates(weights, group):
         if read is not None:
-            alike = [w._replace(value=read(w.paths[0])) for w in alike]
+            members = [w._replace(value=read(w.paths[0])) for w in members]
         losses, nbytes = [], []
-        for use in uses:
-            quantized = [quantize_named(w, use) for w in alike]
-            losses.append(loss_of(name or alike[0].paths[0], use, alike, quantized))
+        for config in configs:
+            quantized = [quantize_candidate(w, config) for w in members]
+            losses.append(compute_loss(name or members[0].paths[0], config, members, quantized))
             nbytes.append(sum(q.nbytes for q in quantized))
-        paths, dense = tuple(path for w in alike for path in w.paths), sum(array_nbytes(w.value) for w in alike)
-        shape, axes = tuple(alike[0].value.shape), alike[0].axes
-        row = LeafSensitivity(paths, shape, dense, formats, tuple(nbytes), tuple(losses), len(alike), name, axes)
+        paths, dense = tuple(path for w in members for path in w.paths), sum(array_nbytes(w.value) for w in members)
+        shape, axes = tuple(members[0].value.shape), members[0].axes
+        row = LeafSensitivity(paths, shape, dense, formats, tuple(nbytes), tuple(losses), len(members), name, axes)
         rows.append(row)
     return tuple(rows)
 
 
-def _some_uses(formats: Sequence[FormatLike] | FormatLike, method: AbstractMethod | None) -> tuple[QuantConfig, ...]:
-    uses = as_configs(formats, method)
-    if not uses:
+def _make_configs(formats: Sequence[FormatLike] | FormatLike, method: AbstractMethod | None) -> tuple[QuantConfig, ...]:
+    configs = as_configs(formats, method)
+    if not configs:
         raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
-    return uses
+    return configs
 
 
-def loss_with(
+def compile_loss(
     model: PyTree, loss: Callable[[PyTree, PyTree], Scalar], batch: PyTree
 ) -> Callable[[Mapping[int, Array]], PyTree]:
-    """Returns a function that computes the loss with some leaves replaced, and is compiled once."""
+    """Returns a function, compiled once, that computes the loss with some leaves replaced."""
     leaves, treedef = jtu.tree_flatten(model, is_leaf=is_quantized)
     compiled = eqx.filter_jit(loss)
 
-    def compute(replaced: Mapping[int, Array]) -> PyTree:
-        changed = [replaced.get(place, leaf) for place, leaf in enumerate(leaves)]
-        return compiled(jtu.tree_unflatten(treedef, changed), batch)
+    def compute(replacements: Mapping[int, Array]) -> PyTree:
+        new_leaves = [replacements.get(number, leaf) for number, leaf in enumerate(leaves)]
+        return compiled(jtu.tree_unflatten(treedef, new_leaves), batch)
 
     return compute
 
 
-def as_number(out: PyTree, what: str) -> float:
-    """Returns a loss as a number. Raises if it is not one finite number; the message says what was replaced."""
+def check_loss(out: PyTree, context: str) -> float:
+    """Returns a loss as a number. Raises an error with `context` unless it is finite."""
     if not isinstance(out, (jax.Array, np.ndarray, np.generic, float, int)):
         raise ValueError(f"`loss` must return one finite number. Got a {type(out).__name__}. Return a scalar.")
     value = np.asarray(out)
     if value.shape != () or jnp.iscomplexobj(value) or not math.isfinite(value):
         raise ValueError(
             f"`loss` must return one finite number. Got {f'shape {value.shape}' if value.shape else value} with "
-            f"{what}. Reduce it to its mean, and look for a division by zero."
+            f"{context}. Reduce it to its mean, and look for a division by zero."
         )
     return float(value)
 
 
-def quantize_named(w: Candidate, use: QuantConfig) -> QuantizedArray:
-    """Calls `quantize`, and names the leaf in its errors."""
+def quantize_candidate(w: Candidate, config: QuantConfig) -> QuantizedArray:
+    """Returns `quantize` of a candidate, with the path in its errors."""
     path = w.paths[0]
     try:
-        method = None if use.method is None else use.method.for_leaf(path)
-        return quantize(w.value, use.format, axis=w.axes, method=method)
+        method = None if config.method is None else config.method.for_leaf(path)
+        return quantize(w.value, config.format, axis=w.axes, method=method)
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
 

@@ -14,7 +14,9 @@ from .._numerics.blocks import BlockSize, num_blocks, split_blocks
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of data whose shape ends in `shape`. Axes before it are pooled: their values share the same blocks.
+    """Blocks of data whose shape ends in `shape`.
+
+    Axes before it are pooled: their values share the same blocks.
 
     - `block_size`: the block size of a format.
     - `axes`: the axes along which blocks run, negative. They may lie before `shape`, among the pooled axes.
@@ -26,16 +28,16 @@ class Blocks:
     shape: tuple[int, ...]
 
     @property
-    def scales(self) -> tuple[int, ...]:
-        """The shape of the scales, as in [`eqquant.quantize`][]: the quantized axes last, merged into one."""
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scales, with the quantized axes last, merged into one."""
         if self.block_size == "tensor":
             return ()
         length = math.prod(self.shape[a] for a in self.axes) if isinstance(self.block_size, int) else 1
-        return (*self._kept.values(), num_blocks(length, self.block_size))
+        return (*self._separate_axes.values(), num_blocks(length, self.block_size))
 
     def check(self, shape: tuple[int, ...], name: str) -> None:
         """Raises if data has another shape. The message names the data."""
-        fixed = self._kept
+        fixed = self._separate_axes
         if isinstance(self.block_size, int):
             fixed = fixed | {a: self.shape[a] for a in self.axes}
         long_enough = len(shape) >= max(len(self.shape), -min(self.axes))
@@ -46,27 +48,28 @@ class Blocks:
             )
 
     def map(self, f: Callable[..., Array], x: Num[Array, "..."], *per_block: Array) -> Array:
-        """Applies `f` to the values of each block, of shape `(*scales, values)`, and to arrays with a number per block.
+        """Returns the results of `f` on the values of each block.
 
-        Handles whole blocks and the shorter last blocks separately, so `f` never sees padding.
+        `f` takes the values, of shape `(*scales, values)`, and arrays with one number per block. Handles whole blocks
+        and the shorter last blocks separately, so `f` never sees padding.
         """
         if self.block_size == "tensor":
             return f(x.reshape(-1), *per_block)
         rows = memory_order(x, self.axes)
-        pooled = rows.ndim - 1 - len(self._kept)
+        pooled = rows.ndim - 1 - len(self._separate_axes)
         start, results = 0, []
         for part in split_blocks(rows, self.block_size):
             part = jnp.moveaxis(part, range(pooled), range(-pooled, 0))
-            part = part.reshape(*part.shape[: len(self.scales)], -1)
+            part = part.reshape(*part.shape[: len(self.scale_shape)], -1)
             stop = start + part.shape[-2]
-            numbers = (jnp.take(b, jnp.arange(start, stop), axis=len(self.scales) - 1) for b in per_block)
+            numbers = (jnp.take(b, jnp.arange(start, stop), axis=len(self.scale_shape) - 1) for b in per_block)
             results.append(f(part, *numbers))
             start = stop
-        return jnp.concatenate(results, axis=len(self.scales) - 1)
+        return jnp.concatenate(results, axis=len(self.scale_shape) - 1)
 
     @property
-    def _kept(self) -> dict[int, int]:
-        """The axes along which every index has its own scales, and their lengths."""
+    def _separate_axes(self) -> dict[int, int]:
+        """The axes with a scale per index, and their lengths."""
         return {a: self.shape[a] for a in range(-len(self.shape), 0) if a not in self.axes}
 
 
@@ -75,11 +78,11 @@ def as_shape(like: object) -> tuple[int, ...]:
     return tuple(int(n) for n in np.atleast_1d(np.asarray(getattr(like, "shape", like), int)))
 
 
-def as_blocks(block_size: BlockSize, shape: tuple[int, ...], axis: int | Sequence[int]) -> Blocks:
-    """Makes the blocks along `axis` for data whose shape ends like `shape`."""
+def make_blocks(block_size: BlockSize, shape: tuple[int, ...], axis: int | Sequence[int]) -> Blocks:
+    """Returns the blocks along `axis` of data that ends in `shape`."""
     axes = tuple(np.atleast_1d(np.asarray(axis)).tolist())
-    whole = np.asarray(axis).dtype.kind == "i" and len(axes) > 0
-    if not whole or any(a >= len(shape) for a in axes):
+    is_integer = np.asarray(axis).dtype.kind == "i" and len(axes) > 0
+    if not is_integer or any(a >= len(shape) for a in axes):
         raise ValueError(
             f"`axis` must name axes of the data, from {-len(shape)} to {len(shape) - 1} for shape {shape}, or negative "
             f"ones before it. Got {axis!r}."

@@ -1,4 +1,4 @@
-"""The base class of calibrators: pytrees that observe data, merge with each other, and return a range."""
+"""The base class of calibrators: pytrees that observe data, merge, and return a range."""
 
 import abc
 import dataclasses
@@ -19,8 +19,8 @@ from .._formats import Int8
 from .._formats.base import AbstractFormat, as_format
 from .._numerics.axes import as_axis
 from .._types import PyTree
-from ._blocks import as_blocks, as_shape, Blocks
-from ._result import CalibrationResult, check_range_format, check_real, parameters
+from ._blocks import as_shape, Blocks, make_blocks
+from ._result import CalibrationResult, check_range_format, check_real, choose_qparams
 
 
 _Calibrator = TypeVar("_Calibrator", bound="AbstractCalibrator")
@@ -28,7 +28,9 @@ Range = tuple[Float32[Array, "*scales"], Float32[Array, "*scales"]]
 
 
 class AbstractCalibrator(eqx.Module):
-    """Finds the range of data for a format: `cal = cal.update(x)` for each batch, then `cal.result()`.
+    """Finds the range of data for a format.
+
+    Call `cal = cal.update(x)` for each batch, then `cal.result()`.
 
     Calibrators are immutable pytrees of fixed structure, so you can carry them through `scan`, pass them to `jit`, and
     stack them for `vmap`. `cal.merge(other)` merges two that observed different data.
@@ -66,12 +68,12 @@ class AbstractCalibrator(eqx.Module):
         # Converters run after this, which needs their results.
         self.format, self.shape = as_format(self.format), as_shape(self.shape)
         check_range_format(self.format)
-        blocks = as_blocks(self.format.block_size, self.shape, self.axis)
+        blocks = make_blocks(self.format.block_size, self.shape, self.axis)
         self.shape, self.axis = blocks.shape, as_axis(blocks.axes)
         if self.seen is not None:
             return
         self.seen = self._start()
-        self.finite = jnp.ones(blocks.scales, bool)
+        self.finite = jnp.ones(blocks.scale_shape, bool)
         self.batches = jnp.zeros((), jnp.int32)
 
     @abc.abstractmethod
@@ -96,7 +98,7 @@ class AbstractCalibrator(eqx.Module):
         """
 
     def update(self: _Calibrator, x: Float[ArrayLike, "..."]) -> _Calibrator:
-        """Updates the calibrator with one more batch.
+        """Returns the calibrator after one more batch.
 
         **Arguments:**
 
@@ -112,10 +114,10 @@ class AbstractCalibrator(eqx.Module):
         complex values.
         """
         seen, finite = _add(self, self._check(x))
-        return dataclasses.replace(self, seen=seen, finite=finite, batches=_more(self.batches, 1))
+        return dataclasses.replace(self, seen=seen, finite=finite, batches=_add_saturating(self.batches, 1))
 
     def merge(self: _Calibrator, other: _Calibrator) -> _Calibrator:
-        """Merges two calibrators into one for the data of both.
+        """Returns one calibrator for the data of two.
 
         **Arguments:**
 
@@ -132,13 +134,13 @@ class AbstractCalibrator(eqx.Module):
         if jtu.tree_structure(self) != jtu.tree_structure(other):
             raise ValueError(
                 "`merge` takes a calibrator of the same kind and settings. Got "
-                f"{_settings(other)} for {_settings(self)}. Make both with the same arguments."
+                f"{_describe_settings(other)} for {_describe_settings(self)}. Make both with the same arguments."
             )
-        seen, batches = _join(self, other), _more(self.batches, other.batches)
+        seen, batches = _join(self, other), _add_saturating(self.batches, other.batches)
         return dataclasses.replace(self, seen=seen, finite=self.finite & other.finite, batches=batches)
 
     def result(self) -> CalibrationResult:
-        """Computes the scale and zero point for the data so far.
+        """Returns the scale and zero point for the data so far.
 
         **Returns:**
 
@@ -159,15 +161,15 @@ class AbstractCalibrator(eqx.Module):
         """
         if not isinstance(self.batches, jax.core.Tracer) and np.any(np.asarray(self.batches) == 0):
             raise ValueError(f"`result` needs data. Got none for {self.name}. Call `update` with at least one batch.")
-        low, high, scale, zero_point = _result(self)
+        low, high, scale, zero_point = _compute_result(self)
         if is_known_not_finite(low) or is_known_not_finite(high):
-            raise ValueError(_not_finite(self.name))
+            raise ValueError(_not_finite_message(self.name))
         axis = self.axis if isinstance(self.axis, int) else tuple(self.axis)
         return CalibrationResult(scale, zero_point, low, high, self.format, axis)
 
     @property
     def _blocks(self) -> Blocks:
-        return as_blocks(self.format.block_size, self.shape, self.axis)
+        return make_blocks(self.format.block_size, self.shape, self.axis)
 
     def _check(self, x: ArrayLike | AbstractArrayValue) -> Float32[Array, "..."]:
         """Returns a batch in float32. Raises if it is not valid."""
@@ -177,11 +179,11 @@ class AbstractCalibrator(eqx.Module):
             raise ValueError(f"A batch must not be empty. Got shape {x.shape} for {self.name}. Leave it out.")
         self._blocks.check(x.shape, self.name)
         if is_known_not_finite(x):
-            raise ValueError(_not_finite(self.name))
+            raise ValueError(_not_finite_message(self.name))
         return x.astype(jnp.float32)
 
 
-# Each step is compiled as one program, because eagerly it would run dozens of small ones.
+# Each step is compiled as one program. Eagerly it would run dozens of small ones.
 @jax.jit
 def _add(calibrator: AbstractCalibrator, x: Float32[Array, "..."]) -> tuple[PyTree[Array], Bool[Array, "*scales"]]:
     # XLA on CPU drops NaN in a vectorised `max` or `min` (https://github.com/openxla/xla/issues/21461), so the state of
@@ -194,33 +196,33 @@ _join = jax.jit(lambda calibrator, other: calibrator._join(other))
 
 
 @jax.jit
-def _result(calibrator: AbstractCalibrator) -> tuple[Array, Array, Array, Array | None]:
+def _compute_result(calibrator: AbstractCalibrator) -> tuple[Array, Array, Array, Array | None]:
     """Returns the range, widened to include zero, and its scales and zero points."""
     low, high = calibrator.range()
     # Before any data the extremes are infinite.
     low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
-    scale, zero_point = parameters(low, high, calibrator.format)
-    known = lambda x: jnp.where(calibrator.finite, x, jnp.nan)
-    return known(low), known(high), known(scale), zero_point
+    scale, zero_point = choose_qparams(low, high, calibrator.format)
+    mark = lambda x: jnp.where(calibrator.finite, x, jnp.nan)
+    return mark(low), mark(high), mark(scale), zero_point
 
 
-def _more(batches: Int32[Array, "..."], new: Int32[Array, "..."] | int) -> Int32[Array, "..."]:
-    """Adds, and saturates at the largest int32 instead of wrapping."""
+def _add_saturating(batches: Int32[Array, "..."], new: Int32[Array, "..."] | int) -> Int32[Array, "..."]:
+    """Returns the sum, saturated at the largest int32 instead of wrapped."""
     total = batches + new
     return jnp.where(total < batches, jnp.iinfo(jnp.int32).max, total)
 
 
-def extremes(x: Float[Array, "..."], blocks: Blocks) -> Range:
+def find_extremes(x: Float[Array, "..."], blocks: Blocks) -> Range:
     """Returns the smallest and the largest value of each block."""
     return blocks.map(lambda v: jnp.min(v, axis=-1), x), blocks.map(lambda v: jnp.max(v, axis=-1), x)
 
 
-def _settings(calibrator: AbstractCalibrator) -> str:
+def _describe_settings(calibrator: AbstractCalibrator) -> str:
     static = [f for f in dataclasses.fields(calibrator) if f.metadata.get("static", False)]
     return f"{type(calibrator).__name__}({', '.join(f'{f.name}={getattr(calibrator, f.name)!r}' for f in static)})"
 
 
-def _not_finite(name: str) -> str:
+def _not_finite_message(name: str) -> str:
     return (
         f"Data must be finite in float32. Got NaN or infinity in {name}. Find where they arise, for instance with "
         "`jax.debug_nans`, or leave this batch out."

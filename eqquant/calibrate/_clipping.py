@@ -1,4 +1,4 @@
-"""The calibrators that clip: values outside two percentiles, or those for which the squared error is least."""
+"""Calibrators that clip: at percentiles, or at the range with the least squared error."""
 
 import functools as ft
 
@@ -10,8 +10,8 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._formats.base import AbstractFormat, levels_of
 from .._numerics.blocks import divide
-from ._result import parameters
-from ._sketch import AbstractSketched
+from ._result import choose_qparams
+from ._sketch import AbstractSketchCalibrator
 
 
 # Factors to shrink the extremes by: first both at once, then each alone, because the range need not be symmetric.
@@ -21,7 +21,7 @@ _BOTH = np.stack([_FACTORS, _FACTORS], axis=-1)
 _EACH = np.concatenate([np.stack([_FACTORS, _KEEP], axis=-1), np.stack([_KEEP, _FACTORS], axis=-1)])
 
 
-class Percentile(AbstractSketched):
+class Percentile(AbstractSketchCalibrator):
     r"""Finds the range between two percentiles of all data.
 
     Keeps counts of the data in logarithmic bins: 24 KiB per scale, however much data it observes. A percentile is the
@@ -69,9 +69,10 @@ class Percentile(AbstractSketched):
         return low, high
 
 
-class MSERange(AbstractSketched):
-    r"""Finds the range with the least squared error $\mathbb{E}[(x - \hat x)^2]$: clipping large values adds error, but
-    the finer steps reduce it.
+class MSERange(AbstractSketchCalibrator):
+    r"""Finds the range with the least squared error.
+
+    The error is $\mathbb{E}[(x - \hat x)^2]$: clipping large values increases it, and finer steps reduce it.
 
     Keeps counts of the data in logarithmic bins, like [`eqquant.calibrate.Percentile`][], and assumes that values are
     uniform inside each bin. The rounding error of a uniform density has a closed form, so it holds even for bins
@@ -97,18 +98,18 @@ class MSERange(AbstractSketched):
     """
 
     def __check_init__(self) -> None:
-        _ends(self.format)
+        _find_level_bounds(self.format)
 
     def range(self) -> tuple[Float32[Array, "*scales"], Float32[Array, "*scales"]]:
-        scales, sketch = self._blocks.scales, self.seen
+        shape, sketch = self._blocks.scale_shape, self.seen
         low, high = jnp.minimum(sketch.low, 0), jnp.maximum(sketch.high, 0)
-        # In units of the largest magnitude, so that no square overflows or underflows.
-        size = jnp.maximum(-low, high)
-        unit = lambda x: divide(x, jnp.broadcast_to(size.reshape(*scales, *[1] * (x.ndim - len(scales))), x.shape))
-        flat = lambda x: x.reshape(-1, *x.shape[len(scales) :])
-        parts = (unit(low), unit(high), sketch.counts.to_float(), unit(sketch.edges()))
-        factors = jax.vmap(self._search)(*map(flat, parts))
-        return low * factors[:, 0].reshape(scales), high * factors[:, 1].reshape(scales)
+        # Normalize by the amax, so that no square overflows or underflows.
+        amax = jnp.maximum(-low, high)
+        normalize = lambda x: divide(x, jnp.broadcast_to(amax.reshape(*shape, *[1] * (x.ndim - len(shape))), x.shape))
+        flatten = lambda x: x.reshape(-1, *x.shape[len(shape) :])
+        parts = (normalize(low), normalize(high), sketch.counts.to_float(), normalize(sketch.edges()))
+        factors = jax.vmap(self._search)(*map(flatten, parts))
+        return low * factors[:, 0].reshape(shape), high * factors[:, 1].reshape(shape)
 
     def _search(
         self,
@@ -117,18 +118,18 @@ class MSERange(AbstractSketched):
         counts: Float32[Array, " bins"],
         edges: Float32[Array, " edges"],
     ) -> Float32[Array, "2"]:
-        """Returns the best factors to shrink the extremes of one block by."""
-        loss = lambda f: self._error(counts, edges, *parameters(low * f[0], high * f[1], self.format))
-        is_centred = parameters(low, high, self.format)[1] is None
+        """Returns the factors that shrink the extremes of one block with the least error."""
+        loss = lambda f: self._error(counts, edges, *choose_qparams(low * f[0], high * f[1], self.format))
+        is_centred = choose_qparams(low, high, self.format)[1] is None
 
         def step(best: tuple[Array, Array], factors: Array) -> tuple[tuple[Array, Array], None]:
             factors = jnp.where(jnp.isnan(factors), best[0], factors)
             new = loss(factors)
             return (jnp.where(new < best[1], factors, best[0]), jnp.minimum(new, best[1])), None
 
-        moves = _BOTH if is_centred else np.concatenate([_BOTH, _EACH, _EACH])
+        candidates = _BOTH if is_centred else np.concatenate([_BOTH, _EACH, _EACH])
         widest = jnp.ones_like(jnp.stack([low, high]))  # from the data, to vary as the data does in `shard_map`
-        (factors, _), _ = jax.lax.scan(step, (widest, loss(widest)), jnp.asarray(moves))
+        (factors, _), _ = jax.lax.scan(step, (widest, loss(widest)), jnp.asarray(candidates))
         return factors
 
     def _error(
@@ -140,7 +141,7 @@ class MSERange(AbstractSketched):
     ) -> Float32[Array, ""]:
         """Returns the sum of squared errors of one block for a scale and zero point."""
         zero = jnp.float32(0) if zero_point is None else zero_point.astype(jnp.float32)
-        bottom, top = (end - zero for end in _ends(self.format))
+        bottom, top = (end - zero for end in _find_level_bounds(self.format))
         steps = divide(edges, jnp.broadcast_to(scale, edges.shape))
         level = lambda x: jnp.clip(jnp.round(x), bottom, top)
         # The integral of (x - level(x))**2: each level adds 1/12, and beyond the outermost levels it grows as a cube.
@@ -153,8 +154,8 @@ class MSERange(AbstractSketched):
 
 
 @ft.lru_cache
-def _ends(format: AbstractFormat) -> tuple[float, float]:
-    """Returns the lowest and the highest level of an integer format. Raises if the levels are not whole numbers."""
+def _find_level_bounds(format: AbstractFormat) -> tuple[float, float]:
+    """Returns the lowest and the highest level of an integer format. Raises for other formats."""
     with jax.ensure_compile_time_eval():
         levels, used = levels_of(format)
         bottom, top = float(levels[used].min()), float(levels[used].max())

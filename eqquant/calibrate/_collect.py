@@ -19,12 +19,12 @@ from .._types import PyTree
 from .._wrappers.mapped import AbstractMappedArray
 from ._calibrator import AbstractCalibrator
 from ._lookups import Lookups
-from ._observers import Apply, Observed, Sums, Watch
+from ._observers import Apply, ObservedFunction, Sums, WeightObserver
 from ._result import CalibrationResult
 from ._stats import ActivationStats, LeafStats
 
 
-Watches: TypeAlias = Sequence[tuple[Leaf, Watch]]
+Observers: TypeAlias = Sequence[tuple[Leaf, WeightObserver]]
 
 
 def collect_stats(
@@ -40,9 +40,9 @@ def collect_stats(
 ) -> ActivationStats:
     r"""Runs a model on data and collects statistics of the inputs of each weight.
 
-    Runs the model as it is, and follows each weight through the traced program to the products that it takes part in:
+    Runs the model unchanged, and follows each weight through the traced program to the products that it takes part in:
     `@`, `jnp.einsum`, `jax.lax.dot_general`, convolutions and `jax.lax.ragged_dot`; transposed, reshaped, divided,
-    masked or scaled; under `jit`, `vmap`, `scan`, `cond` and `jax.checkpoint`. Quantized weights are decoded for it. It
+    masked or scaled; under `jit`, `vmap`, `scan`, `cond` and `jax.checkpoint`. Quantized weights are decoded first. It
     does not observe an embedding lookup, which is not a product; the report says so.
 
     It counts everything that the model computes, including padding and, under `vmap`, both branches of a `cond`.
@@ -120,31 +120,31 @@ def collect_stats(
             f"{calibrator.format!r} and shape {calibrator.shape}. Make it without a shape, for a format of one "
             'scale: `eqq.Int8("tensor")` or `eqq.FP8()`. Formats with blocks have no scales from calibration.'
         )
-    make = lambda leaf: Watch(leaf.path, tuple(leaf.value.shape), threshold, gram, calibrator=calibrator)
-    watches = watch_leaves(_select_weights(model, where), make)
+    make = lambda leaf: WeightObserver(leaf.path, tuple(leaf.value.shape), threshold, gram, calibrator=calibrator)
+    observers = make_observers(_select_weights(model, where), make)
     run = default_apply if apply is None else apply
-    tables = Lookups(eqx.filter_jit(run), model, watches)
+    tables = Lookups(eqx.filter_jit(run), model, observers)
     data = tables.after_each(as_batches(batches)) if lookups else batches
-    count = observe_batches(Observed(run, watches, is_weight), model, data, watches)
-    found = [(leaf, _with_lookups(stats_of(leaf, watch), tables, gram)) for leaf, watch in watches]
-    leaves = tuple(_with_fingerprint(stats, leaf) for leaf, stats in found)
+    count = observe_batches(ObservedFunction(run, observers, is_weight), model, data, observers)
+    found = [(leaf, _add_lookups(make_stats(leaf, observer), tables, gram)) for leaf, observer in observers]
+    leaves = tuple(_add_fingerprint(stats, leaf) for leaf, stats in found)
     if all(leaf.axis is None for leaf in leaves):
         notes = abbreviate_list(f"{leaf.path}: {leaf.note}" for leaf in leaves)
         raise ValueError(f"A weight must be multiplied with data to be observed. Got none that was ({notes}).")
     return ActivationStats(leaves, count, threshold)
 
 
-def _with_fingerprint(stats: LeafStats, leaf: Leaf) -> LeafStats:
+def _add_fingerprint(stats: LeafStats, leaf: Leaf) -> LeafStats:
     return stats if is_weight(leaf.value) else dataclasses.replace(stats, fingerprint=fingerprint(leaf.value))
 
 
-def _with_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:
+def _add_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:
     rows = tables.rows.get(stats.path)
     if rows is None or not stats.looked_up:  # a later batch may have multiplied it
         return stats
     features = stats.shape[-1]
     if rows.min() < features:
-        # Errors in the directions that no gradient had would cost nothing.
+        # Errors in directions without a gradient would count as zero.
         few = f"{stats.note}, and {rows.min():.0f} gradients are too few to say what {features} features do"
         return dataclasses.replace(stats, note=few)
     mean = tables.gram[stats.path] / np.maximum(rows, 1)[..., None, None]
@@ -159,9 +159,9 @@ def _with_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:
 
 
 def observe_batches(
-    observed: Observed, model: PyTree, batches: Iterable[PyTree], watches: Watches, count: int = 0
+    observed: ObservedFunction, model: PyTree, batches: Iterable[PyTree], observers: Observers, count: int = 0
 ) -> int:
-    """Runs the model on each batch with its weights observed, and returns how many there were, `count` before them."""
+    """Runs the observed model on each batch, and returns `count` plus the number of batches."""
     for batch in as_batches(batches):
         shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
         if any(0 in shape for shape in shapes):
@@ -172,9 +172,9 @@ def observe_batches(
         out = [x for x in jtu.tree_leaves(observed(model, batch)) if eqx.is_array(x)]
         if not out:
             raise ValueError("`apply` must return the outputs of the model. Got no array.")
-        jax.block_until_ready(out)  # the outputs depend on every callback, so all statistics are in then
-        _check_finite(watches, count)
-        for sums in (sums for _, watch in watches for sums in watch.along.values()):
+        jax.block_until_ready(out)  # the outputs depend on every callback, so all statistics are complete now
+        _check_finite(observers, count)
+        for sums in (sums for _, observer in observers for sums in observer.by_axes.values()):
             sums.calibrate()
         count += 1
     if count == 0:
@@ -187,8 +187,8 @@ def default_apply(model: PyTree, batch: PyTree) -> PyTree:
 
 
 def is_weight(x: object) -> TypeGuard[AbstractArrayValue]:
-    """Returns whether a node of a model is an array of ours that is observed as one weight."""
-    # An array that maps its inputs holds the weight that sees them as they are mapped.
+    """Whether a node of a model is an array of ours that is observed as one weight."""
+    # Not an input transform: the array inside it gets the transformed inputs.
     return isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractMappedArray)
 
 
@@ -205,9 +205,9 @@ def _select_weights(model: PyTree, where: Where | None) -> list[Leaf]:
     return chosen
 
 
-def watch_leaves(chosen: Sequence[Leaf], make: Callable[[Leaf], Watch]) -> list[tuple[Leaf, Watch]]:
-    """Returns each leaf with its `Watch`. A shared array has one `Watch`."""
-    by_array: dict[int, Watch] = {}
+def make_observers(chosen: Sequence[Leaf], make: Callable[[Leaf], WeightObserver]) -> list[tuple[Leaf, WeightObserver]]:
+    """Returns each leaf with its observer. A shared array has one observer."""
+    by_array: dict[int, WeightObserver] = {}
     for leaf in chosen:
         if id(leaf.value) not in by_array:
             by_array[id(leaf.value)] = make(leaf)
@@ -225,9 +225,9 @@ def _skip_reason(leaf: Leaf) -> str | None:
     return None if is_weight(leaf.value) else place_reason(leaf)
 
 
-def _check_finite(watches: Watches, batch: int) -> None:
-    for leaf, watch in watches:
-        for total in (sums.total for sums in watch.along.values() if sums.total):
+def _check_finite(observers: Observers, batch: int) -> None:
+    for leaf, observer in observers:
+        for total in (sums.total for sums in observer.by_axes.values() if sums.total):
             means = [value[total["rows"] > 0] for name, value in total.items() if name not in ("gram", "cross")]
             if not all(np.isfinite(value).all() for value in means):
                 raise ValueError(
@@ -237,20 +237,20 @@ def _check_finite(watches: Watches, batch: int) -> None:
                 )
 
 
-def stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
+def make_stats(leaf: Leaf, observer: WeightObserver) -> LeafStats:
     path, shape = leaf.path, tuple(leaf.value.shape)
-    seen = [axes for axes, sums in watch.along.items() if sums.total]
-    notes = [] if path == watch.path else [f"the same array as {watch.path}"]
-    if not seen:
-        notes.append(why_unseen(watch))
-        looked_up = watch.looked_up and not watch.used
-        return LeafStats(path, shape, None, "; ".join(notes), np.zeros(watch.stack, np.int64), looked_up=looked_up)
-    if watch.used:
+    observed_axes = [axes for axes, sums in observer.by_axes.items() if sums.total]
+    notes = [] if path == observer.path else [f"the same array as {observer.path}"]
+    if not observed_axes:
+        notes.append(explain_unseen(observer))
+        looked_up = observer.looked_up and not observer.used
+        return LeafStats(path, shape, None, "; ".join(notes), np.zeros(observer.stack, np.int64), looked_up=looked_up)
+    if observer.used:
         notes.append("also used in another way than as a product, which was not seen")
-    if len(seen) > 1:
+    if len(observed_axes) > 1:
         notes.append("also multiplied along its other axis, which is not counted")
-    axes = watch.axes if watch.axes in seen else seen[0]
-    total, stack = watch.along[axes].total, watch.stack_shape(axes)
+    axes = observer.axes if observer.axes in observed_axes else observed_axes[0]
+    total, stack = observer.by_axes[axes].total, observer.stack_shape(axes)
     rows = total["rows"]
     missed = int(np.sum(rows == 0))
     if missed:
@@ -259,17 +259,17 @@ def stats_of(leaf: Leaf, watch: Watch) -> LeafStats:
     means = {}
     for name in total.keys() - {"rows", "cross", "outlier_rate"}:
         value = total[name]
-        reached = np.maximum(rows, 1).reshape(-1, *[1] * (value.ndim - 1))
-        value = np.where(rows[:, None] > 0, value, 0) if name in ("min", "max") else value / reached
+        counts = np.maximum(rows, 1).reshape(-1, *[1] * (value.ndim - 1))
+        value = np.where(rows[:, None] > 0, value, 0) if name in ("min", "max") else value / counts
         means[name] = value.reshape(*stack, *value.shape[1:])
     rate = float(np.sum(total["outlier_rate"]) / (np.sum(rows) * total["outlier_rate"].shape[-1]))
-    counted, calibrated = rows.astype(np.int64).reshape(stack), _calibrated(watch.along[axes], stack)
+    counted, calibrated = rows.astype(np.int64).reshape(stack), _stack_results(observer.by_axes[axes], stack)
     axis = axes[0] if len(axes) == 1 else axes
     return LeafStats(path, shape, axis, "; ".join(notes), counted, outlier_rate=rate, calibrated=calibrated, **means)
 
 
-def _calibrated(sums: Sums, stack: tuple[int, ...]) -> CalibrationResult | None:
-    """Returns the results of the calibrators of a stack as one; layers that were not reached have a scale of zero."""
+def _stack_results(sums: Sums, stack: tuple[int, ...]) -> CalibrationResult | None:
+    """Returns the stacked results of the calibrators; scales of unreached layers are zero."""
     if sums.calibrators is None:
         return None
     results = [None if int(c.batches) == 0 else c.result() for c in sums.calibrators]
@@ -278,9 +278,9 @@ def _calibrated(sums: Sums, stack: tuple[int, ...]) -> CalibrationResult | None:
     return jtu.tree_map(lambda *leaves: jnp.stack(leaves).reshape(stack), *results)
 
 
-def why_unseen(watch: Watch) -> str:
-    if watch.used:
+def explain_unseen(observer: WeightObserver) -> str:
+    if observer.used:
         return "used, but not as a product, so it has no inputs"
-    if watch.looked_up:
+    if observer.looked_up:
         return "looked up, not multiplied: a lookup has no inputs"
     return "no batch reached it"

@@ -1,4 +1,4 @@
-"""Finds out, from a traced program, which weights see what others computed."""
+"""Finds the data dependencies between the observed products of a traced program."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ from ._observe import observe_p, Record
 
 
 class Place(NamedTuple):
-    """Where an observed product stands in a program.
+    """The place of an observed product in a program.
 
-    - `level`: how many observed products its input depends on, one after the other.
+    - `level`: the length of the longest chain of observed products that its input depends on.
     - `loop`: the loop that runs it, or `None`.
-    - `uses`: in how many places the weight is used.
+    - `uses`: the number of places that use the weight.
     """
 
     level: int
@@ -21,37 +21,37 @@ class Place(NamedTuple):
 
 
 def find_places(program: ClosedJaxpr) -> dict[Record, Place]:
-    """Returns the place of each `record` of a program traced with observed weights; in a loop, of its first pass."""
-    found: dict[Record, Place] = {}
-    _visit(program.jaxpr, [0] * len(program.jaxpr.invars), None, found)
-    return found
+    """Returns the place of each `record` of a program; of a loop, in its first iteration."""
+    places: dict[Record, Place] = {}
+    _visit(program.jaxpr, [0] * len(program.jaxpr.invars), None, places)
+    return places
 
 
-def _visit(jaxpr: Jaxpr, levels: list[int], loop: int | None, found: dict[Record, Place]) -> list[int]:
-    """Returns the levels of the results, given those of the arguments."""
+def _visit(jaxpr: Jaxpr, levels: list[int], loop: int | None, places: dict[Record, Place]) -> list[int]:
+    """Returns the levels of the results from the levels of the arguments."""
     level: dict[Var, int] = dict(zip(jaxpr.invars, levels, strict=True))
     level_of = lambda var: 0 if isinstance(var, Literal) else level.get(var, 0)
     for equation in jaxpr.eqns:
-        given = [level_of(var) for var in equation.invars]
-        results = [max(given, default=0)] * len(equation.outvars)
+        inputs = [level_of(var) for var in equation.invars]
+        results = [max(inputs, default=0)] * len(equation.outvars)
         if equation.primitive is observe_p:
             record = equation.params["record"]
-            first = found.get(record, Place(results[0], loop, 0))
-            found[record] = first._replace(uses=first.uses + 1)
+            first = places.get(record, Place(results[0], loop, 0))
+            places[record] = first._replace(uses=first.uses + 1)
             results = [results[0] + 1]
-        inner = [_visit_inner(sub, given, equation, loop, found) for sub in jaxprs_in_params(equation.params)]
-        whole = [levels for levels in inner if len(levels) == len(results)]
-        if whole:
-            results = [max(levels) for levels in zip(*whole, strict=True)]
+        inner = [_visit_inner(sub, inputs, equation, loop, places) for sub in jaxprs_in_params(equation.params)]
+        matching = [levels for levels in inner if len(levels) == len(results)]
+        if matching:
+            results = [max(levels) for levels in zip(*matching, strict=True)]
         level.update(zip(equation.outvars, results, strict=True))
     return [level_of(var) for var in jaxpr.outvars]
 
 
 def _visit_inner(
-    jaxpr: Jaxpr, given: list[int], equation: JaxprEqn, loop: int | None, found: dict[Record, Place]
+    jaxpr: Jaxpr, inputs: list[int], equation: JaxprEqn, loop: int | None, places: dict[Record, Place]
 ) -> list[int]:
-    # The arguments of an inner program are the last of those of the outer one: a `cond` has an index before them.
+    # The inner program takes the last operands of the equation: a `cond` has an index before them.
     count = len(jaxpr.invars)
-    levels = given[len(given) - count :] if count <= len(given) else [max(given, default=0)] * count
+    levels = inputs[len(inputs) - count :] if count <= len(inputs) else [max(inputs, default=0)] * count
     is_loop = equation.primitive.name == "scan" and loop is None
-    return _visit(jaxpr, levels, id(equation) if is_loop else loop, found)
+    return _visit(jaxpr, levels, id(equation) if is_loop else loop, places)

@@ -1,6 +1,6 @@
 """A primitive that reports statistics of an input to the host, for whole batches at once.
 
-In `scan`, `while_loop` and `cond` it runs as often as the product whose input it observes.
+In `scan`, `while_loop` and `cond` it runs as often as the observed product.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Moments: TypeAlias = dict[str, Array | np.ndarray]
 Record: TypeAlias = Callable[[Array | np.ndarray, Moments], np.ndarray]
 Option: TypeAlias = Record | float | int
 
-# Public for whoever looks for it in a traced program.
+# Public, so that `find_places` finds it in a traced program.
 observe_p = jax.extend.core.Primitive("observe")
 
 
@@ -28,32 +28,32 @@ def observe(
     x: Shaped[Array, "*inputs"],
     rows: Float[Array, "... rows features"],
     index: Float32[Array, "*stack"],
-    reached: Bool[Array, "*stack rows"] | None = None,
+    row_mask: Bool[Array, "*stack rows"] | None = None,
     **params: Option,
 ) -> Shaped[Array, "*inputs"]:
-    """Returns `x`, but only after `record` has received the moments of `rows`.
+    """Returns `x`, after `record` has received the moments of `rows`.
 
     **Arguments:**
 
     - `x`: the input of a weight.
     - `rows`: the same input, arranged as rows.
     - `index`: the index of the weight in a stack of layers.
-    - `reached`: which rows each layer of a stack of one axis sees; then `rows` has no stack. By default all.
+    - `row_mask`: which rows reach each layer of a stack of one axis; then `rows` has no stack. By default all.
     - `params`: `record`, compared by identity; `threshold`, the magnitude above which a value counts as an outlier;
         `gram`, whether to compute the Gram matrix of the features, too; `keep`, whether `record` receives the rows as
         well; and `gated`, whether nothing is computed where all indices are negative.
     """
-    if reached is None:
-        told = observe_p.bind(rows, index, **params)
+    if row_mask is None:
+        indices = observe_p.bind(rows, index, **params)
     else:
-        one = lambda at: observe_p.bind(rows, *at, **params)
-        told = jax.lax.map(one, (index, reached))
-    return jax.lax.optimization_barrier((x, told))[0]
+        observe_layer = lambda at: observe_p.bind(rows, *at, **params)
+        indices = jax.lax.map(observe_layer, (index, row_mask))
+    return jax.lax.optimization_barrier((x, indices))[0]
 
 
-def _moments(
+def _compute_moments(
     x: Float[Array, "*stack rows features"],
-    reached: Bool[Array, " rows"] | None,
+    row_mask: Bool[Array, " rows"] | None,
     threshold: float | int,
     gram: bool,
     keep: bool,
@@ -61,9 +61,9 @@ def _moments(
     x = x.astype(jnp.float32)
     count = jnp.full(x.shape[:-2], x.shape[-2], jnp.int32)
     low = high = x
-    if reached is not None:
-        count, among = jnp.sum(reached, dtype=jnp.int32), reached[:, None]
-        x, low, high = (jnp.where(among, x, other) for other in (0, jnp.inf, -jnp.inf))
+    if row_mask is not None:
+        count, mask = jnp.sum(row_mask, dtype=jnp.int32), row_mask[:, None]
+        x, low, high = (jnp.where(mask, x, other) for other in (0, jnp.inf, -jnp.inf))
     size = jnp.abs(x)
     moments: Moments = {
         "rows": count,
@@ -75,7 +75,7 @@ def _moments(
         "outlier_rate": jnp.sum(size > threshold, axis=-2, dtype=jnp.int32),
     }
     if keep:
-        moments["values"] = x if reached is None else jnp.where(reached[:, None], x, jnp.nan)
+        moments["values"] = x if row_mask is None else jnp.where(row_mask[:, None], x, jnp.nan)
     if gram:
         moments["gram"] = jnp.matmul(jnp.swapaxes(x, -1, -2), x, precision=jax.lax.Precision.HIGHEST)
     return moments
@@ -84,21 +84,21 @@ def _moments(
 def _run(
     x: Array,
     index: Array,
-    *reached: Array,
+    *row_mask: Array,
     record: Record,
     threshold: float | int,
     gram: bool,
     keep: bool = False,
     gated: bool = False,
 ) -> Array:
-    def tell(x: Array, index: Array, *reached: Array) -> Array:
-        moments = _moments(x, reached[0] if reached else None, threshold, gram, keep)
+    def send(x: Array, index: Array, *row_mask: Array) -> Array:
+        moments = _compute_moments(x, row_mask[0] if row_mask else None, threshold, gram, keep)
         return io_callback(record, jax.ShapeDtypeStruct(index.shape, index.dtype), index, moments)
 
-    operands = x, index, *reached
-    return jax.lax.cond(jnp.any(index >= 0), tell, lambda x, index, *_: index, *operands) if gated else tell(*operands)
+    operands = x, index, *row_mask
+    return jax.lax.cond(jnp.any(index >= 0), send, lambda x, index, *_: index, *operands) if gated else send(*operands)
 
 
 observe_p.def_impl(jax.jit(_run, static_argnames=("record", "threshold", "gram", "keep", "gated")))
-observe_p.def_abstract_eval(lambda x, index, *reached, **params: index)
+observe_p.def_abstract_eval(lambda x, index, *row_mask, **params: index)
 mlir.register_lowering(observe_p, mlir.lower_fun(_run, multiple_results=False))

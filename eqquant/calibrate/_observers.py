@@ -1,4 +1,4 @@
-"""Sums over the inputs of weights, taken while a model runs."""
+"""Observers of the inputs of weights, which sum statistics while a model runs."""
 
 import math
 import threading
@@ -16,11 +16,11 @@ from jaxtyping import Array, Float32
 
 from .._array.checks import as_jax_array
 from .._array.value import AbstractArrayValue
-from .._program.facts import AbstractFollower, Data, Fact, Parameter, SeenUse
+from .._program.facts import AbstractFollower, Data, Fact, Parameter, UseSite
 from .._program.follow import follow
 from .._program.products import Product
 from .._program.trace import trace, Traced
-from .._program.views import whole
+from .._program.views import view_weight
 from .._tree.leaves import Leaf
 from .._types import PyTree
 from ._calibrator import AbstractCalibrator
@@ -31,20 +31,22 @@ Apply: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 
 
 class Sums:
-    """Sums over rows, for each layer of a stack, in float64. It runs in a host callback, so it never raises.
+    """Sums over rows, for each layer of a stack, in float64.
 
-    - `wanted`: `None`, or for each layer the rows that other weights would have given; while it is being `filled`,
-        rows go there, and after that their products with the rows that come are summed as `"cross"`.
+    It runs in a host callback, so it never raises.
+
+    - `reference_rows`: `None`, or for each layer the inputs in the reference model. While `recording`, rows are
+        appended to it. After that, the products of these with the new rows are summed as `"cross"`.
     - `calibrators`: one for each layer, which observes all values, or `None`. A callback must not call JAX, so rows
-        wait in `waiting` for `calibrate`.
+        wait in `pending` until `calibrate`.
     """
 
     def __init__(self, layers: int, calibrator: AbstractCalibrator | None = None) -> None:
         self.layers = layers
         self.calibrators = None if calibrator is None else [calibrator] * layers
-        self.waiting: dict[int, list[np.ndarray]] = {}
-        self.wanted: dict[int, list[np.ndarray]] | None = None
-        self.filling = False
+        self.pending: dict[int, list[np.ndarray]] = {}
+        self.reference_rows: dict[int, list[np.ndarray]] | None = None
+        self.recording = False
         self.total: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
 
@@ -58,9 +60,9 @@ class Sums:
                 values = values.reshape(numbers.size, *values.shape[index.ndim :])
                 if self.calibrators is not None:
                     for number, rows in zip(numbers, values, strict=True):
-                        reached = rows[~np.isnan(rows).any(axis=-1)]  # NaN in the inputs raises by their moments
-                        self.waiting.setdefault(int(number), []).append(reached.ravel())
-                if self.wanted is not None:
+                        valid = rows[~np.isnan(rows).any(axis=-1)]  # NaN in the inputs raises by their moments
+                        self.pending.setdefault(int(number), []).append(valid.ravel())
+                if self.reference_rows is not None:
                     moments = self._compare(numbers, np.nan_to_num(values), moments)
             for name, value in moments.items():
                 value = np.asarray(value, np.float64)
@@ -73,34 +75,34 @@ class Sums:
         return index
 
     def calibrate(self) -> None:
-        """Lets the calibrators observe the rows that wait."""
-        waiting, self.waiting = self.waiting, {}
-        for number, rows in waiting.items():
+        """Updates the calibrators with the pending rows."""
+        pending, self.pending = self.pending, {}
+        for number, rows in pending.items():
             if self.calibrators is not None:
                 self.calibrators[number] = self.calibrators[number].update(np.concatenate(rows))
 
     def _compare(self, numbers: np.ndarray, values: np.ndarray, moments: Moments) -> Moments:
-        """Keeps rows, or adds their products with the rows that were kept to the moments."""
-        wanted = {} if self.wanted is None else self.wanted
-        if self.filling:
+        """Records rows, or adds their products with the recorded rows to the moments."""
+        reference_rows = {} if self.reference_rows is None else self.reference_rows
+        if self.recording:
             for number, rows in zip(numbers, values, strict=True):
-                wanted.setdefault(int(number), []).append(rows.copy())
+                reference_rows.setdefault(int(number), []).append(rows.copy())
             return {}
         zeros = np.zeros((values.shape[-1], values.shape[-1]), np.float32)
-        given = [wanted[n].pop(0) if n >= 0 and wanted.get(n) else None for n in map(int, numbers)]
-        cross = [zeros if a is None else a.T @ rows for a, rows in zip(given, values, strict=True)]
+        references = [reference_rows[n].pop(0) if n >= 0 and reference_rows.get(n) else None for n in map(int, numbers)]
+        cross = [zeros if a is None else a.T @ rows for a, rows in zip(references, values, strict=True)]
         return {**moments, "cross": np.stack(cross).reshape(*np.shape(moments["rows"]), *zeros.shape)}
 
 
 _COMBINE = {"min": (np.minimum, np.inf), "max": (np.maximum, -np.inf)}
 
 
-class Watch:
+class WeightObserver:
     """Collects the statistics of the inputs of one weight.
 
-    - `path`, `shape`: those of the weight.
-    - `along`: the sums for each combination of axes that products contract; axes are negative.
-    - `stacks`: for each of these, the axes whose entries see inputs of their own: the layers of a stack.
+    - `path`, `shape`: the path and the shape of the weight.
+    - `by_axes`: the sums for each combination of contracted axes, negative.
+    - `stack_axes`: for each combination, the axes of a stack of layers, each with its own inputs.
     - `gated`: whether only the layers in `active` are observed.
     - `looked_up`, `used`: whether rows of the weight were looked up, and whether it was used in another way.
     """
@@ -118,172 +120,179 @@ class Watch:
         self.calibrator, self.keep = calibrator, gated or calibrator is not None
         self.looked_up = self.used = False
         self.active: Sequence[int] = ()
-        self.along: dict[tuple[int, ...], Sums] = {}
-        self.stacks: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.by_axes: dict[tuple[int, ...], Sums] = {}
+        self.stack_axes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @property
     def axes(self) -> tuple[int, ...] | None:
-        """The axes of the inputs, `None` without products. Of several, the last axis, else the first that is seen."""
-        return next((axes for axes in ((-1,), (-2,)) if axes in self.along), next(iter(self.along), None))
+        """The axes of the inputs: the last axis if it was observed; `None` without products."""
+        return next((axes for axes in ((-1,), (-2,)) if axes in self.by_axes), next(iter(self.by_axes), None))
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The shape of the stack of layers that see inputs of their own."""
+        """The shape of the stack of layers."""
         return () if self.axes is None else self.stack_shape(self.axes)
 
     def stack_shape(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the stack for products along some axes."""
-        return tuple(self.shape[axis] for axis in self.stacks[axes])
+        return tuple(self.shape[axis] for axis in self.stack_axes[axes])
 
-    def find(self, product: Product) -> None:
+    def prepare(self, product: Product) -> None:
         """Prepares sums for a product."""
-        axes, stack = self.negative(product), product.stack(self.shape)
-        before = self.stacks.get(axes, ())
-        if axes not in self.along or len(stack) > len(before):
-            self.stacks[axes] = stack
-            self.along[axes] = Sums(math.prod(self.stack_shape(axes)), self.calibrator)
+        axes, stack = self.negative_axes(product), product.stack_axes(self.shape)
+        before = self.stack_axes.get(axes, ())
+        if axes not in self.by_axes or len(stack) > len(before):
+            self.stack_axes[axes] = stack
+            self.by_axes[axes] = Sums(math.prod(self.stack_shape(axes)), self.calibrator)
 
-    def negative(self, product: Product) -> tuple[int, ...]:
+    def negative_axes(self, product: Product) -> tuple[int, ...]:
         """Returns the axes that a product contracts, counted from the end."""
         return tuple(axis - len(self.shape) for axis in product.inputs.axes)
 
-    def observe_next(self, layers: Sequence[int]) -> None:
-        """Drops what was collected. Then only these layers are observed."""
+    def select_layers(self, layers: Sequence[int]) -> None:
+        """Drops all sums, and observes only these layers from now on."""
         self.active = layers
-        for sums in self.along.values():
-            sums.total, sums.wanted = {}, None
+        for sums in self.by_axes.values():
+            sums.total, sums.reference_rows = {}, None
 
-    def compare(self, filling: bool) -> None:
-        """Keeps the rows that come next, or compares those with the kept ones."""
-        for sums in self.along.values():
-            sums.filling = filling
-            sums.wanted = {} if filling or sums.wanted is None else sums.wanted
+    def compare(self, recording: bool) -> None:
+        """Records the next rows, or compares the next rows with the recorded ones."""
+        for sums in self.by_axes.values():
+            sums.recording = recording
+            sums.reference_rows = {} if recording or sums.reference_rows is None else sums.reference_rows
 
     def numbers(self) -> dict[tuple[int, ...], Float32[Array, " layers"]]:
-        """Returns the number of each layer, for each combination of axes; negative for layers that are not observed."""
-        every = {axes: np.arange(sums.layers, dtype=np.float32) for axes, sums in self.along.items()}
+        """Returns the index of each layer, by contracted axes; -1 for layers not observed."""
+        every = {axes: np.arange(sums.layers, dtype=np.float32) for axes, sums in self.by_axes.items()}
         if self.gated:
             every = {axes: np.where(np.isin(n, self.active), n, -1) for axes, n in every.items()}
         return {axes: jnp.asarray(n, jnp.float32) for axes, n in every.items()}
 
 
-class _Finder(AbstractFollower):
-    """Prepares watches for the products of a program."""
+class _ProductFinder(AbstractFollower):
+    """Prepares observers for the products of a program."""
 
-    def __init__(self, watches: Sequence[Watch]) -> None:
-        self.watches = watches
+    def __init__(self, observers: Sequence[WeightObserver]) -> None:
+        self.observers = observers
 
-    def multiply(self, product: Product, use: SeenUse) -> Array:
-        self.watches[product.view.weight].find(product)
+    def multiply(self, product: Product, use: UseSite) -> Array:
+        self.observers[product.view.weight].prepare(product)
         return product.x
 
-    def use(self, use: SeenUse) -> None:
-        watch = self.watches[use.weight]
-        watch.looked_up |= use.kind == "lookup"
-        watch.used |= use.kind != "lookup"
+    def use(self, use: UseSite) -> None:
+        observer = self.observers[use.weight]
+        observer.looked_up |= use.kind == "lookup"
+        observer.used |= use.kind != "lookup"
 
 
-class _Observer(AbstractFollower):
-    """Lets watches observe the inputs of products."""
+class _ObservingFollower(AbstractFollower):
+    """Passes the inputs of products to observers."""
 
-    def __init__(self, watches: Sequence[Watch], numbers: Sequence[dict[tuple[int, ...], Array]]) -> None:
-        self.watches, self.numbers = watches, numbers
+    def __init__(self, observers: Sequence[WeightObserver], numbers: Sequence[dict[tuple[int, ...], Array]]) -> None:
+        self.observers, self.numbers = observers, numbers
 
-    def multiply(self, product: Product, use: SeenUse) -> Array:
-        x, watch = product.x, self.watches[product.view.weight]
-        axes = watch.negative(product)
-        layered = product.by_layer(watch.stacks[axes], watch.shape) if x.size else None
-        if layered is None:
-            watch.used |= x.size > 0
+    def multiply(self, product: Product, use: UseSite) -> Array:
+        x, observer = product.x, self.observers[product.view.weight]
+        axes = observer.negative_axes(product)
+        layer_inputs = product.split_by_layer(observer.stack_axes[axes], observer.shape) if x.size else None
+        if layer_inputs is None:
+            observer.used |= x.size > 0
             return x
-        rows, reached = layered.rows, layered.reached
+        rows, row_mask = layer_inputs.rows, layer_inputs.row_mask
         if jnp.iscomplexobj(rows):
             rows = jnp.concatenate([jnp.real(rows), jnp.imag(rows)], axis=-2)
-            reached = None if reached is None else jnp.concatenate([reached, reached], axis=-1)
+            row_mask = None if row_mask is None else jnp.concatenate([row_mask, row_mask], axis=-1)
         rows = rows if jnp.issubdtype(rows.dtype, jnp.floating) else rows.astype(jnp.float32)
-        number = self.numbers[product.view.weight][axes][layered.layer]
-        params = {"threshold": watch.threshold, "gram": watch.gram, "keep": watch.keep, "gated": watch.gated}
-        return observe(x, rows, number, reached, record=watch.along[axes], **params)
+        number = self.numbers[product.view.weight][axes][layer_inputs.layer]
+        params = {
+            "threshold": observer.threshold,
+            "gram": observer.gram,
+            "keep": observer.keep,
+            "gated": observer.gated,
+        }
+        return observe(x, rows, number, row_mask, record=observer.by_axes[axes], **params)
 
-    def use(self, use: SeenUse) -> None:
+    def use(self, use: UseSite) -> None:
         pass
 
 
-class Observed:
-    """Runs a function `(model, batch) -> outputs` as it is, and lets watches observe the inputs of weights.
+class ObservedFunction:
+    """A function `(model, batch) -> outputs` whose inputs of weights are observed.
 
     **Arguments:**
 
     - `run`: the function.
-    - `pairs`: the leaves to watch, each with its `Watch`. Leaves that are the same array share a watch.
+    - `pairs`: the leaves to watch, each with its `WeightObserver`. Leaves that are the same array share an observer.
     - `is_leaf`: whether a node of the model may be one of these leaves.
     """
 
-    def __init__(self, run: Apply, pairs: Iterable[tuple[Leaf, Watch]], is_leaf: Callable[[object], bool]) -> None:
+    def __init__(
+        self, run: Apply, pairs: Iterable[tuple[Leaf, WeightObserver]], is_leaf: Callable[[object], bool]
+    ) -> None:
         pairs = list(pairs)
-        self.watches = list({id(watch): watch for _, watch in pairs}.values())
-        self.numbers: dict[Hashable, int] = {leaf.keys: self.watches.index(watch) for leaf, watch in pairs}
+        self.observers = list({id(observer): observer for _, observer in pairs}.values())
+        self.numbers: dict[Hashable, int] = {leaf.keys: self.observers.index(observer) for leaf, observer in pairs}
         self.run, self.is_leaf = run, is_leaf
         self._traced: dict[Hashable, tuple[Traced, list[Fact]]] = {}
         self._call = eqx.filter_jit(self._observe)
 
     def __call__(self, model: PyTree, batch: PyTree) -> PyTree:
-        """Returns the outputs; the watches have observed the inputs once these are ready."""
-        model = self._on_jax(model)
+        """Returns the outputs. Once they are ready, all statistics are complete."""
+        model = self._convert_to_jax(model)
         arrays, rest = eqx.partition((model, batch), eqx.is_array)
         traced, _ = self._trace(model, batch)
-        return traced.outputs(self._call(arrays, rest, [watch.numbers() for watch in self.watches]))
+        return traced.outputs(self._call(arrays, rest, [observer.numbers() for observer in self.observers]))
 
     def program(self, model: PyTree, batch: PyTree) -> ClosedJaxpr:
-        """Returns the program that observes."""
+        """Returns the program with its observing operations."""
         arrays, rest = eqx.partition((model, batch), eqx.is_array)
         self._trace(model, batch)
         observe_arrays = lambda arrays, numbers: self._observe(arrays, rest, numbers)
-        return jax.make_jaxpr(observe_arrays)(arrays, [watch.numbers() for watch in self.watches])
+        return jax.make_jaxpr(observe_arrays)(arrays, [observer.numbers() for observer in self.observers])
 
     def _observe(self, arrays: PyTree, rest: PyTree, numbers: Sequence[dict[tuple[int, ...], Array]]) -> list[Array]:
         model, batch = eqx.combine(arrays, rest)
         traced = self._trace(model, batch)
-        return self._follow(traced, self._arrays(model, batch), _Observer(self.watches, numbers))
+        return self._follow(traced, self._list_arrays(model, batch), _ObservingFollower(self.observers, numbers))
 
     def _follow(
         self, traced: tuple[Traced, list[Fact]], arrays: Sequence[Array], follower: AbstractFollower
     ) -> list[Array]:
-        shapes = [watch.shape for watch in self.watches]
+        shapes = [observer.shape for observer in self.observers]
         return follow(traced[0].program, arrays, traced[1], shapes, follower)
 
-    def _on_jax(self, model: PyTree) -> PyTree:
-        """Returns the model with watched arrays of NumPy as arrays of JAX, which refuses some of them."""
+    def _convert_to_jax(self, model: PyTree) -> PyTree:
+        """Returns the model with observed NumPy arrays converted to JAX. Raises if one cannot be."""
         convert = lambda keys, x: as_jax_array(x) if keys in self.numbers and isinstance(x, np.ndarray) else x
         return jtu.tree_map_with_path(convert, model, is_leaf=self.is_leaf)
 
-    def _dense(self, model: PyTree) -> PyTree:
+    def _dequantize_observed(self, model: PyTree) -> PyTree:
         dense = lambda x: x.dequantize() if isinstance(x, AbstractArrayValue) else x
-        watched = lambda keys, x: dense(x) if keys in self.numbers else x
-        return jtu.tree_map_with_path(watched, model, is_leaf=self.is_leaf)
+        dequantize_observed = lambda keys, x: dense(x) if keys in self.numbers else x
+        return jtu.tree_map_with_path(dequantize_observed, model, is_leaf=self.is_leaf)
 
-    def _arrays(self, model: PyTree, batch: PyTree) -> list[Array]:
-        return [x for x in jtu.tree_leaves((self._dense(model), batch)) if eqx.is_array(x)]
+    def _list_arrays(self, model: PyTree, batch: PyTree) -> list[Array]:
+        return [x for x in jtu.tree_leaves((self._dequantize_observed(model), batch)) if eqx.is_array(x)]
 
     def _trace(self, model: PyTree, batch: PyTree) -> tuple[Traced, list[Fact]]:
-        """Traces the function once for arguments of these shapes, and prepares the watches for its products."""
+        """Traces the function once for each set of shapes, and prepares the observers."""
         leaves, treedef = jtu.tree_flatten((model, batch))
         key = treedef, tuple(jax.typeof(x) if eqx.is_array(x) else id(x) for x in leaves)
         if key not in self._traced:
-            self._traced[key] = self._trace_anew(model, batch)
+            self._traced[key] = self._trace_uncached(model, batch)
         return self._traced[key]
 
-    def _trace_anew(self, model: PyTree, batch: PyTree) -> tuple[Traced, list[Fact]]:
-        arguments = eqx.filter_eval_shape(lambda model, batch: (self._dense(model), batch), model, batch)
+    def _trace_uncached(self, model: PyTree, batch: PyTree) -> tuple[Traced, list[Fact]]:
+        arguments = eqx.filter_eval_shape(lambda model, batch: (self._dequantize_observed(model), batch), model, batch)
         traced = trace(self.run, arguments)
 
         def fact(keys: KeyPath, x: jax.ShapeDtypeStruct) -> Fact:
             number = self.numbers.get(keys[1:])
             if keys[0] == jtu.SequenceKey(1):
                 return Data
-            return Parameter if number is None else whole(number, x.shape)
+            return Parameter if number is None else view_weight(number, x.shape)
 
         facts = [fact(keys, x) for keys, x in traced.arrays]
         arrays = [x for _, x in traced.arrays]
-        jax.eval_shape(lambda arrays: self._follow((traced, facts), arrays, _Finder(self.watches)), arrays)
+        jax.eval_shape(lambda arrays: self._follow((traced, facts), arrays, _ProductFinder(self.observers)), arrays)
         return traced, facts

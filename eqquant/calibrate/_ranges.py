@@ -1,10 +1,10 @@
-"""Calibrators that keep the smallest and the largest value: of all data, or averaged over batches."""
+"""Calibrators of the minimum and maximum: of all data, or averaged over batches."""
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from ._calibrator import AbstractCalibrator, extremes, Range
+from ._calibrator import AbstractCalibrator, find_extremes, Range
 
 
 class MinMax(AbstractCalibrator):
@@ -27,11 +27,11 @@ class MinMax(AbstractCalibrator):
     """
 
     def _start(self) -> Range:
-        scales = self._blocks.scales
-        return jnp.full(scales, jnp.inf, jnp.float32), jnp.full(scales, -jnp.inf, jnp.float32)
+        scale_shape = self._blocks.scale_shape
+        return jnp.full(scale_shape, jnp.inf, jnp.float32), jnp.full(scale_shape, -jnp.inf, jnp.float32)
 
     def _add(self, x: Float32[Array, "..."]) -> Range:
-        return _widest(self.seen, extremes(x, self._blocks))
+        return _widest(self.seen, find_extremes(x, self._blocks))
 
     def _join(self, other: AbstractCalibrator) -> Range:
         return _widest(self.seen, other.seen)
@@ -41,11 +41,11 @@ class MinMax(AbstractCalibrator):
 
 
 class MovingAverage(AbstractCalibrator):
-    """Averages the smallest and the largest value of each batch, with exponential decay. Rare outliers weigh little.
+    """Averages the smallest and the largest value of each batch, with exponential decay.
 
-    The averages start at the extremes of the first batch. Each later batch multiplies them by $1 - m$ and adds $m$
-    times its own extremes, so the order of batches matters. A merge averages both, weighted by their numbers of
-    batches.
+    Rare outliers weigh little. The averages start at the extremes of the first batch. Each later batch multiplies them
+    by $1 - m$ and adds $m$ times its own extremes, so the order of batches matters. A merge averages both, weighted by
+    their numbers of batches.
 
     !!! Example
 
@@ -69,12 +69,12 @@ class MovingAverage(AbstractCalibrator):
             )
 
     def _start(self) -> Range:
-        zeros = jnp.zeros(self._blocks.scales, jnp.float32)
+        zeros = jnp.zeros(self._blocks.scale_shape, jnp.float32)
         return zeros, zeros
 
     def _add(self, x: Float32[Array, "..."]) -> Range:
         weight = jnp.where(self.batches == 0, jnp.float32(1), jnp.float32(self.momentum))
-        return _mean(self.seen, extremes(x, self._blocks), weight)
+        return _mean(self.seen, find_extremes(x, self._blocks), weight)
 
     def _join(self, other: AbstractCalibrator) -> Range:
         mine, theirs = self.batches.astype(jnp.float32), other.batches.astype(jnp.float32)

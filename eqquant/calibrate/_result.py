@@ -1,4 +1,4 @@
-"""The result of calibration: a range, and the scale and zero point that a format chooses for it."""
+"""The result of calibration: a range, with its scale and zero point."""
 
 import functools as ft
 
@@ -51,7 +51,7 @@ class CalibrationResult(eqx.Module):
         return (self.axis,) if isinstance(self.axis, int) else self.axis
 
     def quantize(self, x: Float[ArrayLike, "..."], *, key: PRNGKeyArray | None = None) -> QuantizedArray:
-        """Quantizes an array with these scales, to the calibrated format and along the calibrated axis.
+        """Returns an array quantized with these scales, to the calibrated format and axis.
 
         **Arguments:**
 
@@ -71,7 +71,7 @@ class CalibrationResult(eqx.Module):
 
 @ft.lru_cache
 def check_range_format(format: AbstractFormat) -> None:
-    """Raises for a format whose scale depends on more than the extremes of a block, or that has offsets."""
+    """Raises unless the scale of a format depends only on the extremes, without offsets."""
     if has_offsets(format):
         raise ValueError(
             f"`format` must have no offsets, which `quantize` does not take. Got {format!r}. Quantize with its own: "
@@ -93,9 +93,9 @@ def check_real(x: Array, name: str) -> None:
         raise TypeError(f"Data must be real. Got dtype {x.dtype} in {name}. Take its real and imaginary parts.")
 
 
-def parameters(
+def choose_qparams(
     low: Float32[Array, "*scales"], high: Float32[Array, "*scales"], format: AbstractFormat
 ) -> tuple[Float32[Array, "*scales"], UInt8[Array, "*scales"] | None]:
-    """Returns the scale and the zero point that a format chooses for a block with these extremes."""
+    """Returns the scale and the zero point of a format for blocks with these extremes."""
     scale, zero_point = AbsMax().choose_scales(jnp.stack([low, high], axis=-1)[None], format)
     return scale[0], None if zero_point is None else zero_point[0]

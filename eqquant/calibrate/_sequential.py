@@ -1,4 +1,4 @@
-"""Quantizes a model layer by layer, each with statistics of the model whose earlier layers are quantized already."""
+"""Quantizes a model layer by layer, with statistics after quantizing the layers before."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .._numerics.axes import logical_order, memory_order
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._tree.missing import join_errors, warn_of_unused
-from .._tree.quantize import quantize_leaf, with_activations
+from .._tree.quantize import add_activations, quantize_leaf
 from .._tree.select import Where
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray, with_weight
-from ._collect import default_apply, is_weight, observe_batches, stats_of, why_unseen
+from ._collect import default_apply, explain_unseen, is_weight, make_stats, observe_batches
 from ._dataflow import find_places, Place
-from ._observers import Apply, Observed, Watch
+from ._observers import Apply, ObservedFunction, WeightObserver
 from ._stats import LeafStats
 
 
-# What is added to the diagonal of a Gram matrix, relative to its mean, before a correction is solved for.
+# The damping of a Gram matrix, relative to the mean of its diagonal.
 _DAMPING = 0.01
 
 
 class _Stage(NamedTuple):
-    """Weights to quantize at once, by their numbers among the leaves; of stacked weights, one layer."""
+    """Weights to quantize together, by number among the leaves; of a stack, one layer."""
 
     numbers: Sequence[int]
     layer: int | None = None
@@ -63,11 +63,11 @@ def quantize_sequentially(
     r"""Quantizes the weights of a model in the order in which it uses them.
 
     [`eqquant.quantize_tree`][] with [`eqquant.GPTQ`][] uses the statistics of the float model. This function collects
-    the statistics of each weight after it has quantized all weights before it. And each weight makes up for the errors
-    of those before it: where the float model multiplies $W$ by $x$ and this one by $\hat x$, it quantizes a weight near
+    the statistics of each weight after it has quantized all weights before it. Each weight also compensates for the
+    errors before it: where the float model multiplies $W$ by $x$ and this one by $\hat x$, it quantizes a weight near
     the $W'$ for which $W' \hat x$ is nearest to $W x$. Weights that do not depend on each other, such as query, key and
     value of an attention layer, take one step together. Layers that a `scan` runs are quantized one after the other.
-    Weights that are looked up, or added, come first, without statistics.
+    Weights that are looked up, or added, are quantized first, without statistics.
 
     In each step, the quantized model and the float model run once over the data, as one program, compiled once. Only
     the Gram matrices of one step, and its inputs in one batch, are in memory.
@@ -78,8 +78,8 @@ def quantize_sequentially(
         q = eqq.quantize_sequentially(model, batches, "int4", eqq.GPTQ(), apply=apply)
         ```
 
-    To continue after an interruption, save the model after each step, and call this again with what was saved: weights
-    that are quantized stay as they are.
+    To continue after an interruption, save the model after each step, and call this again with the saved model:
+    quantized weights are left alone.
 
     **Arguments:**
 
@@ -89,14 +89,13 @@ def quantize_sequentially(
     - `method`: the method, without statistics; [`eqquant.GPTQ`][]`()` for instance. An [`eqquant.QuantConfig`][] sets
         the method of one rule.
     - `apply`: a function `(model, batch) -> outputs`, as for [`eqquant.calibrate.collect_stats`][].
-    - `correction`: how much of the errors of weights before it a weight makes up for: from 0, for nothing, to 1. With
-        little data, all of it fits that data too well.
-    - `float_model`: the model that `model` was before some of its weights were quantized, which `correction` compares
-        with. By default `model` itself.
-    - `after_each`: called after each step with the model, as far as it is quantized.
+    - `correction`: how much a weight compensates for errors before it, from 0 to 1. With little data, 1 overfits.
+    - `float_model`: the float model, as the reference for `correction` if some weights of `model` are quantized
+        already. By default `model` itself.
+    - `after_each`: a function that is called with the model after each step.
     - `progress`: whether to show a progress bar.
-    - `activations`: as for [`eqquant.quantize_tree`][]. Codes are found for inputs in float, also where some weights
-        of `model` quantize theirs already.
+    - `activations`: as for [`eqquant.quantize_tree`][]. Codes are chosen for inputs in float, even if some weights of
+        `model` quantize their inputs already.
 
     **Returns:**
 
@@ -109,34 +108,36 @@ def quantize_sequentially(
     """
     check_dtype(dtype)
     default = as_method(method)
-    data = _as_data(batches)
+    data = _check_batches(batches)
     if not 0 <= correction <= 1:
         raise ValueError(f"`correction` must be between 0 and 1. Got {correction}.")
-    model, again_quantizing = _taking_floats(model)
+    model, rewrap = _unwrap_activations(model)
     state = _State(model, decide(model, format, where, None, activations), dtype)
-    wanted = state.dense.copy() if float_model is None else _dense_like(_taking_floats(float_model)[0], model)
-    observer = _Observer(state, wanted, default_apply if apply is None else apply, data, correction)
-    state.decisions = [_along_inputs(d, observer.axes.get(n)) for n, d in enumerate(state.decisions)]
-    methods = _prepare_methods(state, observer, default)
-    lookups = [_Stage([n]) for n in state.owners if n not in observer.places]
-    stages = lookups + _stages(observer.places, observer.watches)
+    reference_leaves = (
+        state.dense.copy() if float_model is None else _dequantize_leaves(_unwrap_activations(float_model)[0], model)
+    )
+    runner = _StageRunner(state, reference_leaves, default_apply if apply is None else apply, data, correction)
+    state.decisions = [_use_observed_axes(d, runner.axes.get(n)) for n, d in enumerate(state.decisions)]
+    methods = _prepare_methods(state, runner, default)
+    lookups = [_Stage([n]) for n in state.owners if n not in runner.places]
+    stages = lookups + _order_stages(runner.places, runner.observers)
     with Progress(disable=not progress) as bar:
         task = bar.add_task("Quantizing", total=len(stages))
         for stage in stages:
-            bar.update(task, description=_show(stage, state.decisions))
-            if stage.numbers[0] in observer.places:
-                observer.observe(stage)
+            bar.update(task, description=_describe_stage(stage, state.decisions))
+            if stage.numbers[0] in runner.places:
+                runner.observe(stage)
             for n in stage.numbers:
-                watch = observer.watches[n]
-                informed = _informed(methods[n], state.decisions[n].leaf, watch)
-                state.quantize(n, stage.layer, informed, watch, correction)
+                observer = runner.observers[n]
+                method_with_stats = _add_statistics(methods[n], state.decisions[n].leaf, observer)
+                state.quantize(n, stage.layer, method_with_stats, observer, correction)
             bar.advance(task)
             if after_each is not None and not state.unfinished:
-                after_each(again_quantizing(state.finished()))
-    return again_quantizing(state.finished())
+                after_each(rewrap(state.build_model()))
+    return rewrap(state.build_model())
 
 
-def _as_data(batches: Iterable[PyTree]) -> list[PyTree]:
+def _check_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     if isinstance(batches, Mapping):
         raise TypeError("`batches` must be an iterable of batches. Got a dict. Pass a list of batches: `[batch]`.")
     data = [batches] if eqx.is_array(batches) else list(batches)
@@ -145,23 +146,26 @@ def _as_data(batches: Iterable[PyTree]) -> list[PyTree]:
     return data
 
 
-def _taking_floats(model: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Returns a model whose products quantize no operand, and a function that makes them do so again."""
-    quantizing = lambda x: isinstance(x, ActivationQuantizedArray)
-    nodes, treedef = jtu.tree_flatten(model, is_leaf=quantizing)
-    around = lambda node, array: with_weight(node, array) if quantizing(node) else array
+def _unwrap_activations(model: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Returns a model without wrappers for activations, and a function that adds them again."""
+    is_wrapped = lambda x: isinstance(x, ActivationQuantizedArray)
+    nodes, treedef = jtu.tree_flatten(model, is_leaf=is_wrapped)
+    wrap = lambda node, array: with_weight(node, array) if is_wrapped(node) else array
 
-    def again(model: PyTree) -> PyTree:
-        return jtu.tree_unflatten(treedef, map(around, nodes, treedef.flatten_up_to(model)))
+    def rewrap_model(model: PyTree) -> PyTree:
+        return jtu.tree_unflatten(treedef, map(wrap, nodes, treedef.flatten_up_to(model)))
 
-    return jtu.tree_unflatten(treedef, [x.array if quantizing(x) else x for x in nodes]), again
+    return jtu.tree_unflatten(treedef, [x.array if is_wrapped(x) else x for x in nodes]), rewrap_model
 
 
 class _State:
-    """A model as its leaves: quantized so far, and as dense arrays of the same values, for which one program serves.
+    """The leaves of a model: as quantized so far, and as dense arrays of the same values.
 
-    - `first`: for each leaf to quantize, the number of the first leaf that is the same array; `owners` are those.
-    - `unfinished`: the layers that are quantized of stacks of which some are not.
+    The dense arrays share one compiled program.
+
+    - `first`: for each leaf to quantize, the number of the first leaf that is the same array, its owner.
+    - `owners`: the numbers of all owners.
+    - `unfinished`: the quantized layers of stacks that are not complete.
     """
 
     def __init__(self, model: PyTree, decisions: Sequence[Decision], dtype: DTypeLike | None) -> None:
@@ -174,27 +178,27 @@ class _State:
         self.owners = sorted(set(self.first.values()))
         self.unfinished: dict[int, list[QuantizedArray]] = {}
 
-    def finished(self) -> PyTree:
-        """Returns the model as far as it is quantized."""
-        done = [with_activations(d, x) for d, x in zip(self.decisions, self.leaves, strict=True)]
-        return jtu.tree_unflatten(self.treedef, done)
+    def build_model(self) -> PyTree:
+        """Returns the model, quantized so far."""
+        leaves = [add_activations(d, x) for d, x in zip(self.decisions, self.leaves, strict=True)]
+        return jtu.tree_unflatten(self.treedef, leaves)
 
     def quantize(
-        self, n: int, layer: int | None, method: AbstractMethod, watch: Watch, correction: float | int
+        self, n: int, layer: int | None, method: AbstractMethod, observer: WeightObserver, correction: float | int
     ) -> None:
         decision = self.decisions[n]
-        stack, sums = decision.leaf.value, _sums(watch)
+        stack, means = decision.leaf.value, _compute_means(observer)
         x = stack
         if layer is not None:
-            x, method = stack[layer], _for_layer(method, layer)
-            sums = {name: value[layer] for name, value in sums.items()}
-        leaf = dataclasses.replace(decision.leaf, value=_corrected(x, decision.axes, sums, correction))
+            x, method = stack[layer], _select_layer(method, layer)
+            means = {name: value[layer] for name, value in means.items()}
+        leaf = dataclasses.replace(decision.leaf, value=_correct_weight(x, decision.axes, means, correction))
         q = quantize_leaf(decision._replace(leaf=leaf), method, self.dtype)
         if layer is not None:
-            done = self.unfinished.setdefault(n, [])
-            done.append(q)
+            layers_done = self.unfinished.setdefault(n, [])
+            layers_done.append(q)
             self.dense[n] = jnp.asarray(self.dense[n]).at[layer].set(q.dequantize().astype(x.dtype))
-            if len(done) < len(stack):
+            if len(layers_done) < len(stack):
                 return
             q = jax.tree.map(lambda *layers: jnp.stack(layers), *self.unfinished.pop(n))
         self.dense[n] = q.dequantize().astype(x.dtype)
@@ -203,55 +207,55 @@ class _State:
                 self.leaves[other], self.dense[other] = q, self.dense[n]
 
 
-class _Observer:
-    """Runs the float model and the model quantized so far, and observes the inputs of weights to quantize.
+class _StageRunner:
+    """Runs the float model and the partly quantized model, and observes inputs of weights.
 
-    - `wanted`: the leaves of the float model.
-    - `watches`: the `Watch` of each owner.
+    - `reference_leaves`: the leaves of the float model.
+    - `observers`: the `WeightObserver` of each owner.
     - `places`: the place of each observed weight in the traced program; `axes`: the axis of its inputs.
     """
 
     def __init__(
-        self, state: _State, wanted: list[PyTree], run: Apply, data: list[PyTree], correction: float | int
+        self, state: _State, reference_leaves: list[PyTree], run: Apply, data: list[PyTree], correction: float | int
     ) -> None:
-        self.state, self.wanted, self.data, self.correction = state, wanted, data, correction
+        self.state, self.reference_leaves, self.data, self.correction = state, reference_leaves, data, correction
         leaves = {n: state.decisions[n].leaf for n in state.owners}
-        self.watches = {
-            n: Watch(leaf.path, tuple(leaf.value.shape), 1.0, True, gated=True) for n, leaf in leaves.items()
+        self.observers = {
+            n: WeightObserver(leaf.path, tuple(leaf.value.shape), 1.0, True, gated=True) for n, leaf in leaves.items()
         }
-        self.pairs = [(leaf, self.watches[n]) for n, leaf in leaves.items()]
-        shared = [(state.decisions[n].leaf, self.watches[owner]) for n, owner in state.first.items()]
-        self.observed = Observed(run, shared, is_weight)
-        found = find_places(self.observed.program(self._model(wanted), data[0]))
+        self.pairs = [(leaf, self.observers[n]) for n, leaf in leaves.items()]
+        shared = [(state.decisions[n].leaf, self.observers[owner]) for n, owner in state.first.items()]
+        self.observed = ObservedFunction(run, shared, is_weight)
+        found = find_places(self.observed.program(self._model(reference_leaves), data[0]))
         self.places: dict[int, Place] = {}
         self.axes: dict[int, tuple[int, ...]] = {}
-        for n, watch in self:
-            if places := {axes: found[sums] for axes, sums in watch.along.items() if sums in found}:
+        for n, observer in self:
+            if places := {axes: found[sums] for axes, sums in observer.by_axes.items() if sums in found}:
                 self.places[n] = min(places.values(), key=lambda place: place.level)
-                self.axes[n] = watch.axes if watch.axes in places else next(iter(places))
+                self.axes[n] = observer.axes if observer.axes in places else next(iter(places))
 
-    def __iter__(self) -> Iterator[tuple[int, Watch]]:
-        return iter(self.watches.items())
+    def __iter__(self) -> Iterator[tuple[int, WeightObserver]]:
+        return iter(self.observers.items())
 
     def _model(self, values: list[PyTree]) -> PyTree:
         return jtu.tree_unflatten(self.state.treedef, values)
 
     def observe(self, stage: _Stage) -> None:
-        """Collects the statistics of the inputs of the weights of one stage, and compares them with the wanted ones."""
-        for n, watch in self:
-            every = range(math.prod(watch.stack))
-            watch.observe_next(() if n not in stage.numbers else every if stage.layer is None else (stage.layer,))
-        compared = [self.watches[n] for n in stage.numbers if self.correction and self.places[n].uses == 1]
+        """Collects the statistics of the weights of one stage, compared with the float model."""
+        for n, observer in self:
+            every = range(math.prod(observer.stack))
+            observer.select_layers(() if n not in stage.numbers else every if stage.layer is None else (stage.layer,))
+        compared = [self.observers[n] for n in stage.numbers if self.correction and self.places[n].uses == 1]
         for count, batch in enumerate(self.data):
-            for values, filling in ((self.wanted, True), (self.state.dense, False)):
-                for watch in compared:
-                    watch.compare(filling)
-                if compared or not filling:
+            for values, recording in ((self.reference_leaves, True), (self.state.dense, False)):
+                for observer in compared:
+                    observer.compare(recording)
+                if compared or not recording:
                     observe_batches(self.observed, self._model(values), [batch], self.pairs, count)
 
 
-def _dense_like(float_model: PyTree, model: PyTree) -> list[PyTree]:
-    """Returns the leaves of the model before it was quantized. Raises if it is another."""
+def _dequantize_leaves(float_model: PyTree, model: PyTree) -> list[PyTree]:
+    """Returns the dense leaves of the float model. Raises if its structure differs."""
     leaves, before = list(named_leaves(model)), list(named_leaves(float_model))
     shapes = lambda leaves: {leaf.path: getattr(leaf.value, "shape", None) for leaf in leaves}
     if shapes(leaves) != shapes(before):
@@ -263,28 +267,30 @@ def _dense_like(float_model: PyTree, model: PyTree) -> list[PyTree]:
     return [leaf.value.dequantize() if is_quantized(leaf.value) else leaf.value for leaf in before]
 
 
-def _sums(watch: Watch) -> dict[str, np.ndarray]:
-    """Returns the Gram matrices, and the products of the wanted inputs with those that came, if these were compared."""
-    total = next((sums.total for sums in watch.along.values() if "cross" in sums.total), {})
+def _compute_means(observer: WeightObserver) -> dict[str, np.ndarray]:
+    """Returns mean $x x^T$ of the inputs, and of reference inputs with inputs, if compared."""
+    total = next((sums.total for sums in observer.by_axes.values() if "cross" in sums.total), {})
     rows = np.maximum(total["rows"], 1)[:, None, None] if total else None
     return {
-        name: (total[name] / rows).reshape(*watch.stack, *total[name].shape[1:]) for name in ("gram", "cross") if total
+        name: (total[name] / rows).reshape(*observer.stack, *total[name].shape[1:])
+        for name in ("gram", "cross")
+        if total
     }
 
 
-def _corrected(x: Array, axes: tuple[int, ...], sums: Mapping[str, np.ndarray], correction: float | int) -> Array:
-    """Returns a weight whose products with the inputs that came are near those of `x` with the wanted ones."""
-    if not sums:
+def _correct_weight(x: Array, axes: tuple[int, ...], means: Mapping[str, np.ndarray], correction: float | int) -> Array:
+    """Returns a weight whose products are near those of `x` with the reference inputs."""
+    if not means:
         return x
     rows = memory_order(jnp.asarray(x), axes)
-    rows = _correct(rows, *(jnp.asarray(sums[name], jnp.float32) for name in ("gram", "cross")), correction)
+    rows = _solve_correction(rows, *(jnp.asarray(means[name], jnp.float32) for name in ("gram", "cross")), correction)
     return logical_order(rows, axes, tuple(x.shape[a] for a in axes)).astype(x.dtype)
 
 
 @jax.jit
-def _correct(rows: Array, gram: Array, cross: Array, correction: float | Array) -> Array:
+def _solve_correction(rows: Array, gram: Array, cross: Array, correction: float | Array) -> Array:
     if gram.ndim > 2:
-        return jax.vmap(_correct, in_axes=(0, 0, 0, None))(rows, gram, cross, correction)
+        return jax.vmap(_solve_correction, in_axes=(0, 0, 0, None))(rows, gram, cross, correction)
     mean = jnp.mean(jnp.diagonal(gram))
     scale = jnp.where(mean > 0, mean, 1)
     damped = gram / scale + _DAMPING * jnp.eye(len(gram))
@@ -292,15 +298,15 @@ def _correct(rows: Array, gram: Array, cross: Array, correction: float | Array) 
     return rows.astype(jnp.float32) @ (jnp.eye(len(gram)) + correction * change)
 
 
-def _stages(places: Mapping[int, Place], watches: Mapping[int, Watch]) -> list[_Stage]:
-    """Returns the steps in order: one for each level, and in a loop over layers one for each level of each layer."""
-    # The layers of a loop stand together, where the first of its products stands.
-    loops = {n: place.loop if len(watches[n].stack) == 1 else None for n, place in places.items()}
+def _order_stages(places: Mapping[int, Place], observers: Mapping[int, WeightObserver]) -> list[_Stage]:
+    """Returns the stages in order: one per level, and in a loop one per level of each layer."""
+    # All layers of a loop are quantized at the level of the first product in it.
+    loops = {n: place.loop if len(observers[n].stack) == 1 else None for n, place in places.items()}
     starts = {loop: min(places[n].level for n in places if loops[n] == loop) for loop in loops.values()}
     by_start: dict[tuple[int, int | None, int], list[int]] = {}
     for n, place in places.items():
         loop = loops[n]
-        key = (place.level, None, 0) if loop is None else (starts[loop], loop, watches[n].stack[0])
+        key = (place.level, None, 0) if loop is None else (starts[loop], loop, observers[n].stack[0])
         by_start.setdefault(key, []).append(n)
     stages = []
     for (_, loop, layers), numbers in sorted(by_start.items(), key=lambda item: (item[0][0], item[1])):
@@ -313,33 +319,33 @@ def _stages(places: Mapping[int, Place], watches: Mapping[int, Watch]) -> list[_
     return stages
 
 
-def _along_inputs(decision: Decision, axes: tuple[int, ...] | None) -> Decision:
-    """Returns the decision with blocks along the axes of the inputs that products were seen to contract."""
-    return decision if axes is None or decision.has_given_axis else decision._replace(axes=axes)
+def _use_observed_axes(decision: Decision, axes: tuple[int, ...] | None) -> Decision:
+    """Returns the decision with blocks along the contracted axes of observed products."""
+    return decision if axes is None or decision.has_explicit_axis else decision._replace(axes=axes)
 
 
-def _prepare_methods(state: _State, observer: _Observer, default: AbstractMethod) -> dict[int, AbstractMethod]:
-    """Returns the methods of leaves without the statistics that are still to come.
+def _prepare_methods(state: _State, runner: _StageRunner, default: AbstractMethod) -> dict[int, AbstractMethod]:
+    """Returns the method of each leaf, before its statistics are collected.
 
-    A leaf that no product uses gets its method without inputs, and a warning says so. Raises one error for all leaves
-    whose statistics are missing.
+    A leaf that no product uses gets its method without inputs, with a warning. Raises one error for all leaves whose
+    statistics are missing.
     """
     methods: dict[int, AbstractMethod] = {}
     errors: dict[str, InputsError] = {}
     unused: dict[str, str] = {}
-    for n, watch in observer:
+    for n, observer in runner:
         method, path = state.decisions[n].method or default, state.decisions[n].leaf.path
         if not _takes_inputs(method):
             try:
                 methods[n] = method.for_leaf(path)
             except InputsError as e:
                 errors[path] = e
-        elif n in observer.places:
+        elif n in runner.places:
             methods[n] = method
         else:
             methods[n] = method.without_inputs()
-            if watch.used or not watch.looked_up:
-                unused[path] = why_unseen(watch)
+            if observer.used or not observer.looked_up:
+                unused[path] = explain_unseen(observer)
     quantized = [state.decisions[n].leaf.path for n in state.owners]
     if errors:
         raise join_errors(errors, quantized)
@@ -351,13 +357,13 @@ def _takes_inputs(method: AbstractMethod) -> bool:
     return any(field.name == "inputs" for field in dataclasses.fields(method)) and method.inputs is None
 
 
-def _informed(method: AbstractMethod, leaf: Leaf, watch: Watch) -> AbstractMethod:
-    if not _takes_inputs(method) or not watch.active:
+def _add_statistics(method: AbstractMethod, leaf: Leaf, observer: WeightObserver) -> AbstractMethod:
+    if not _takes_inputs(method) or not observer.active:
         return method
-    return dataclasses.replace(method, inputs=stats_of(leaf, watch))  # pyright: ignore[reportCallIssue]
+    return dataclasses.replace(method, inputs=make_stats(leaf, observer))  # pyright: ignore[reportCallIssue]
 
 
-def _for_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
+def _select_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
     """Returns a method with the statistics of one layer of a stack."""
     stats = method.inputs
     if not isinstance(stats, LeafStats):
@@ -368,7 +374,7 @@ def _for_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
     return dataclasses.replace(method, inputs=stats)  # pyright: ignore[reportCallIssue]
 
 
-def _show(stage: _Stage, decisions: Sequence[Decision]) -> str:
+def _describe_stage(stage: _Stage, decisions: Sequence[Decision]) -> str:
     first, last = decisions[stage.numbers[0]].leaf.path, decisions[stage.numbers[-1]].leaf.path
     layer = "" if stage.layer is None else f", layer {stage.layer}"
     return (first if first == last else f"{first} to {last}") + layer

@@ -1,4 +1,4 @@
-"""What is known of the inputs of every weight of a model."""
+"""Statistics of the inputs of the weights of a model."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from .._formats.base import AbstractFormat
 from .._report import as_plain, Name, Report, report_table
 from .._tree.leaves import abbreviate_list
 from .._types import PyTree
-from ._result import CalibrationResult, parameters
+from ._result import CalibrationResult, choose_qparams
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -39,9 +39,9 @@ class LeafStats:
     - `calibrated`: with a `calibrator`, its `CalibrationResult` for all values of the inputs, one
         for each layer of a stack: `(*stack,)`.
     - `looked_up`: whether the weight was only indexed, as an embedding, so that it has no inputs. With `lookups=True`
-        it has a `second_moment` and a `gram` nevertheless: those of the gradients of its entries, in random directions
-        of the outputs. So they say how much an error of an entry changes the outputs. `rows` counts the gradients;
-        a table with fewer of them than features has no statistics.
+        it has a `second_moment` and a `gram` nevertheless, of the gradients of its entries: they say how much an error
+        of an entry changes the outputs, in random directions. `rows` counts the gradients; a table with fewer of them
+        than features has no statistics.
     - `fingerprint`: a few sums of the values of the weight, by which methods recognize it; `None` if it was quantized.
 
     The statistics are `None` for a weight without observed inputs. In a stack, they are zero (like `rows`) for each
@@ -69,7 +69,7 @@ class LeafStats:
         return as_plain(self)
 
     def activations(self) -> tuple[AbstractFormat, Array, Array | None]:
-        """Returns the format of inputs, with one scale for all of them and the zero point, if the format has one.
+        """Returns the format of activations, with one scale (per tensor) and the zero point.
 
         By default eight-bit integers with a zero point, over the whole range.
         """
@@ -79,7 +79,7 @@ class LeafStats:
             raise ValueError(f"{self.path} must have observed inputs. Got none: {self.note}.")
         low, high = (jnp.asarray(x, jnp.float32) for x in (self.min.min(axis=-1), self.max.max(axis=-1)))
         format = Int8(block_size="tensor", symmetric=False)
-        return format, *parameters(jnp.minimum(low, 0), jnp.maximum(high, 0), format)
+        return format, *choose_qparams(jnp.minimum(low, 0), jnp.maximum(high, 0), format)
 
 
 _STATISTICS = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "outlier_rate", "gram")
@@ -105,10 +105,12 @@ jtu.register_pytree_node(LeafStats, _flatten_stats, _unflatten_stats)
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class ActivationStats(Report, Mapping[str, LeafStats]):
-    """The result of [`eqquant.calibrate.collect_stats`][]: a `LeafStats` for each weight.
+    """The statistics of each weight of a model: a mapping from its path to a `LeafStats`.
 
-    A mapping from paths: `stats["layers.0.weight"]` returns the statistics of that weight. So you can pass it as the
-    `inputs` of a method that needs statistics. Prints as a table.
+    [`eqquant.calibrate.collect_stats`][] returns it, with a [`eqquant.calibrate.LeafStats`][] for each weight.
+
+    `stats["layers.0.weight"]` returns the statistics of that weight. Pass it as the `inputs` of a method that needs
+    statistics. Prints as a table.
 
     - `leaves`: the statistics of each weight, in the order of the model.
     - `batches`: the number of observed batches.
@@ -128,11 +130,11 @@ class ActivationStats(Report, Mapping[str, LeafStats]):
         )
 
     def without_fingerprints(self) -> "ActivationStats":
-        """Returns the statistics for use with other values of the weights, if their inputs are as before.
+        """Returns the statistics for use with changed weights whose inputs did not change.
 
-        Methods raise for a weight that differs by 5 % or more from the one whose inputs were observed, since other
-        statistics make results worse without a word: those from before [`eqquant.transforms.rotate`][],
-        [`eqquant.transforms.smooth`][] or training, or of another checkpoint.
+        Methods raise for a weight that differs by 5 % or more from the observed one, since statistics of another weight
+        silently make results worse: from before [`eqquant.transforms.rotate`][], [`eqquant.transforms.smooth`][] or
+        training, or from another checkpoint.
         """
         leaves = tuple(dataclasses.replace(leaf, fingerprint=None) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=leaves)

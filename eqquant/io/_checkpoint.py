@@ -12,7 +12,7 @@ from rich.text import Text
 
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
-from .._report import Name, printable, Report, report_table, show_bytes
+from .._report import escape_text, Name, Report, report_table, show_bytes
 from ._dialects import bitsandbytes, compressed_tensors, gguf, gpt_oss, gptq, mlx, own, safetensors, torchao
 from ._dialects.item import Item
 from ._files import find_files
@@ -116,10 +116,10 @@ class Checkpoint(Report, Mapping[str, Any]):
             shape = " x ".join(map(str, row.shape)) or "scalar"
             numbers = (f"{row.bits:.2f}", show_bytes(row.nbytes))
             style = "red" if row.problem else "dim" if row.format is None else None
-            table.add_row(Name(row.name), shape, escape(printable(row.stored_as)), Name(reads), *numbers, style=style)
+            table.add_row(Name(row.name), shape, escape(escape_text(row.stored_as)), Name(reads), *numbers, style=style)
         quantized = sum(row.format is not None for row in self.rows)
         head = f"{len(self.rows)} arrays, {quantized} of them quantized, {show_bytes(self.nbytes)}"
-        problems = dict.fromkeys(printable(row.problem) for row in self.rows if row.problem)
+        problems = dict.fromkeys(escape_text(row.problem) for row in self.rows if row.problem)
         notes = [Text(f"Cannot be read: {problem}", style="red") for problem in list(problems)[:_MAX_PROBLEMS]]
         # A line for the path, which may be long.
         return Group(Name(self.path), f"{self.dialect}, {head}, {self.bits:.3f} bits per value", table, *notes)

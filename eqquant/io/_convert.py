@@ -27,7 +27,7 @@ from .._methods import AbstractMethod
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import named_leaves
 from .._tree.report import LeafReport, TreeReport
-from .._tree.summary import quantized_row, row_of
+from .._tree.summary import make_quantized_row, make_rows
 from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
 from ._atomic import check_folder, make_folder, open_replacement
@@ -307,8 +307,8 @@ def _rows(name: str, struct: PyTree, decision: Decision | None) -> list[LeafRepo
     if is_one(struct):
         q = struct.array if isinstance(struct, PermutedArray) else struct
         reason = "as in the checkpoint" if decision is None or decision.format is None else decision.reason
-        return [quantized_row(name, q, reason, math.prod(struct.shape) * struct.dtype.itemsize)]
-    return row_of(next(named_leaves({name: struct})), "left as it is" if decision is None else decision.reason)
+        return [make_quantized_row(name, q, reason, math.prod(struct.shape) * struct.dtype.itemsize)]
+    return make_rows(next(named_leaves({name: struct})), "left as it is" if decision is None else decision.reason)
 
 
 def _nest(values: Mapping[str, object]) -> PyTree:

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._array.array import QuantizedArray
 from .._array.sharding import leaf_shardings
-from .._errors import a_type
+from .._errors import name_type
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec
 from .._tree.leaves import Leaf, named_leaves
-from .._tree.placement import Shardings, wanted_shardings
+from .._tree.placement import resolve_shardings, Shardings
 from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
 from ._entry import describe_leaf, Entry, is_one, named_parts
@@ -86,7 +86,7 @@ def _load_nested(saved: Mapping[str, SavedLeaf[StoredTensor]], file: MappedFile,
     if skeleton is None:
         file.fail("must have keys that nest. Got a leaf under the same keys as another.")
     shown = list(named_leaves(skeleton))
-    targets = wanted_shardings(skeleton, shown, shardings)
+    targets = resolve_shardings(skeleton, shown, shardings)
     to = {tuple(key.key for key in leaf.keys): sharding for leaf, sharding in zip(shown, targets, strict=True)}
     done: dict[Hashable, PyTree] = {}
     return nest((leaf.keys, read_leaf(leaf, to.get(leaf.keys), done=done)) for leaf in saved.values())
@@ -103,7 +103,7 @@ def _load_into(
     else:
         structs = [leaf.value if place is None else _stand_in(entries[leaf.path], leaf.value) for leaf, place in places]
         skeleton = jtu.tree_unflatten(treedef, structs)
-        targets = wanted_shardings(skeleton, list(named_leaves(skeleton)), shardings)
+        targets = resolve_shardings(skeleton, list(named_leaves(skeleton)), shardings)
     done: dict[Hashable, PyTree] = {}
     values = []
     for (leaf, place), sharding in zip(places, targets, strict=True):
@@ -165,7 +165,7 @@ def check_fits(
         if place is None and saved is None:
             continue
         if saved is None or place is None or leaf.path in wrapped or not saved.goes_into(place):
-            sides = f"{saved or 'nothing'} {saved_side}, {place or a_type(leaf.value)} {template_side}"
+            sides = f"{saved or 'nothing'} {saved_side}, {place or name_type(leaf.value)} {template_side}"
             wrong.append(f"{leaf.path}: {sides}")
     inside = tuple(f"{path}." for path in wrapped)
     wrong += [

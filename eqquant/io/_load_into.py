@@ -22,7 +22,7 @@ from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
 from .._report import Name, Report, report_table
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
-from .._tree.placement import move, Shardings, wanted_shardings
+from .._tree.placement import move, resolve_shardings, Shardings
 from .._tree.select import check_patterns, matches, Pattern
 from .._types import PyTree
 from .._wrappers.concatenate import concatenate, split, stack
@@ -341,7 +341,7 @@ class _Plan:
             one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_permuted(x) else x
             shown = [one(self.made.get(leaf.path, leaf.value)) for leaf in self.leaves]
             skeleton = jtu.tree_unflatten(treedef, shown)
-            targets = wanted_shardings(skeleton, list(named_leaves(skeleton, is_one)), shardings)
+            targets = resolve_shardings(skeleton, list(named_leaves(skeleton, is_one)), shardings)
         target_of = {leaf.path: target for leaf, target in zip(self.leaves, targets, strict=True)}
         done: dict[str, PyTree] = {}
         for leaf in self.leaves:

@@ -15,7 +15,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree.leaves import identity, key_name, Leaf, named_leaves
+from .._tree.leaves import identity_key, key_name, Leaf, named_leaves
 from .._types import PyTree
 from ._atomic import make_folder, open_replacement, sync_folder
 from ._entry import describe_leaf, Entry, is_one, named_parts
@@ -101,7 +101,7 @@ def _plan(tree: PyTree) -> tuple[list[SavedLeaf[NewTensor]], list[NewTensor]]:
     saved, tensors, seen = [], [], {}
     read_parts: Callable[[LazyArray], dict[str, PyTree]] = keep_latest(lambda lazy: _parts(lazy.read()))
     for (leaf, entry), keys in zip(leaves, _nested_keys([leaf for leaf, _ in leaves]), strict=True):
-        x, same = leaf.value, identity(leaf.value)
+        x, same = leaf.value, identity_key(leaf.value)
         if entry.kind != "scalar" and same in seen:
             saved.append(dataclasses.replace(seen[same], path=leaf.path, keys=keys, tied_to=seen[same].path))
             continue

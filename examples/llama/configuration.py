@@ -13,7 +13,7 @@ import eqquant as eqq
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes of a model of the Llama family, and in what it differs from Llama.
+    """The sizes of a model of the Llama family, and its differences from Llama.
 
     - `windows`: for each layer, how many tokens back attention sees; 0 for all.
     - `rotary`: how many numbers of each head are rotated; `theta`, `scaling` and `divisors` give the frequencies.
@@ -92,7 +92,7 @@ class Config:
 
     @property
     def rotary_factor(self) -> float:
-        """By what rotated queries and keys grow, in layers without a window, where the scaling asks for it."""
+        """The factor of rotated queries and keys in layers without a window, by the scaling of positions."""
         scaling = dict(self.scaling)
         if scaling["rope_type"] not in ("yarn", "longrope"):
             return 1.0
@@ -108,7 +108,7 @@ class Config:
 
 _GEMMA = {"activation": "gelu", "offset": 1.0}
 ROTARY_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
-# In what a family differs whatever its config.json says.
+# Differences of families that config.json does not tell.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -125,7 +125,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def config_of(checkpoint: eqq.io.Checkpoint) -> Config:
-    """The configuration of a checkpoint, or a `ValueError` that says what of it this model does not have."""
+    """The configuration of a checkpoint. Raises a `ValueError` for an unsupported setting."""
     if checkpoint.dialect == "gguf":
         return _from_gguf(checkpoint)
     if not checkpoint.config:

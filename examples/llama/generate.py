@@ -74,7 +74,7 @@ class Sampling:
         if self.top_p < 1:
             ordered = -jnp.sort(-logits, axis=-1)
             shares = jax.nn.softmax(ordered, axis=-1)
-            # A token stays if those before it do not have `top_p` yet: so the first always does.
+            # Keep a token if the tokens before it sum to less than `top_p`: the first is always kept.
             kept = jnp.sum(jnp.cumsum(shares, axis=-1) - shares < self.top_p, axis=-1, keepdims=True)
             logits = jnp.where(logits < jnp.take_along_axis(ordered, kept - 1, axis=-1), -jnp.inf, logits)
         return jr.categorical(key, logits, axis=-1)
@@ -337,7 +337,7 @@ def smoke() -> None:
         generate = Generator(model, 32, Sampling(**sampling), cache)
         return [list(ids) for ids in zip(*generate(prompts, 8), strict=True)]
 
-    # A batch gives the texts that its prompts give alone, and a scan those of the layers one by one.
+    # A batch gives the same texts as its prompts alone, and a scan as the unrolled layers.
     expected = texts(model, both)
     assert expected == texts(model, both[:1]) + texts(model, both[1:])
     assert expected == texts(random_model("tiny", stacked=True), both)

@@ -37,7 +37,7 @@ class Cache(eqx.Module):
         per_channel: bool = False,
         stacked: bool = False,
     ) -> "Cache":
-        """`stacked`: as the layers of the model. `format`: `None` for floats. `values`: another than that of keys."""
+        """`stacked`: as the layers of the model. `format`: `None` for floats. `values`: the format of values."""
         shape = (batch, config.kv_heads, context, config.head_size)
         make = lambda: eqq.QuantizedCache.empty(shape, format, values, per_channel=per_channel, dtype=dtype)
         if stacked:
@@ -123,7 +123,7 @@ class Rotation(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Attention of each token to itself and those before it. Several heads of `q` share one of `k` and `v`."""
+    """Causal attention. Several heads of `q` share one head of `k` and `v`."""
 
     q: eqx.nn.Linear
     k: eqx.nn.Linear | None  # with `v` in `q`, if they are joined
@@ -296,7 +296,7 @@ class Llama(eqx.Module):
     def hidden(
         self, ids: Int[Array, "batch length"], cache: Cache, count: Int[Array, " batch"] | None = None
     ) -> tuple[Float[Array, "batch length hidden"], Cache]:
-        """What each token, which follow those of the cache, has become after the last layer.
+        """The hidden state of each token after the last layer. Tokens follow the tokens of the cache.
 
         `count`: how many of each row are text; padding follows.
         """

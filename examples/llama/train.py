@@ -100,7 +100,7 @@ def windows(ids: Int[np.ndarray, " tokens"], length: int) -> Int[np.ndarray, "wi
 
 
 def log_likelihood(model: Llama, windows: Int[Array, "batch length"]) -> Float[Array, "batch tokens"]:
-    """The logarithm, to base two, of the probability of each token after those before it."""
+    """The base-two logarithm of the probability of each token, given the tokens before it."""
     batch, length = windows.shape
     cache = Cache.empty(model.config, batch, length - 1)
     logits, _ = model(windows[:, :-1], cache)

@@ -180,7 +180,7 @@ def molecules(key):
     return (jax.nn.one_hot(jr.randint(key, (16, 8), 0, 16), 116),)
 
 
-def charges_of(model, batch):
+def compute_charges(model, batch):
     atoms = jnp.arange(8)
     send, receive = jnp.concatenate([atoms, atoms]), jnp.concatenate([(atoms + 1) % 8, (atoms - 1) % 8])
     return jax.vmap(lambda x: model(x, send, receive, jnp.zeros(8, int), 1, 0.0)[:, 0])(batch[0])
@@ -260,7 +260,7 @@ CLIENTS = {
     "transformer-flows sampling": Client("transformer_flows", transformer_flow, sample, normal(4, 16, 4)),
     "flowjax": Client("flowjax", coupling_flow, log_prob, normal(64, 16), quick=True),
     "marin-haliax": Client("haliax", haliax_stack, fold, normal(64, 64), quick=True, plain=False),
-    "expaloma": Client("expaloma", charges, charges_of, molecules),
+    "expaloma": Client("expaloma", charges, compute_charges, molecules),
     "diffrax": Client("diffrax", vector_field, solve_ode, normal(32, 16), quaxified=False),
     "lineax": Client("lineax", vector_field, solve_linear, normal(8, 16), quaxified=False, hidden=True),
     "numpyro": Client("numpyro", vector_field, infer, normal(32, 16)),

@@ -28,7 +28,7 @@ def weights() -> dict[str, np.ndarray]:
     return {name: x.detach().numpy() for name, x in LlamaForCausalLM(CONFIG).state_dict().items()}
 
 
-def quantized(format, method=None) -> dict:
+def quantize_model(format, method=None) -> dict:
     """The weights, those of the projections quantized."""
     method = method or eqq.AbsMax()
     return {
@@ -37,7 +37,7 @@ def quantized(format, method=None) -> dict:
     }
 
 
-def logits_of(model) -> np.ndarray:
+def compute_logits(model) -> np.ndarray:
     with torch.no_grad():
         return model(torch.tensor([TOKENS])).logits[0].float().numpy()
 
@@ -47,7 +47,7 @@ def expected_logits(arrays) -> np.ndarray:
     model = LlamaForCausalLM(CONFIG).eval()
     dense = lambda x: np.array(x.astype(jnp.float32).dequantize() if eqq.is_quantized(x) else x)
     model.load_state_dict({name: torch.from_numpy(dense(x)) for name, x in arrays.items()})
-    return logits_of(model)
+    return compute_logits(model)
 
 
 def assert_near(actual, expected, tolerance) -> None:

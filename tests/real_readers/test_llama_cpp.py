@@ -38,7 +38,7 @@ NAMES = {
 }
 
 
-def name_of(name):
+def get_name(name):
     for theirs, ggml in NAMES.items():
         name = name.replace(theirs, ggml)
     return name
@@ -82,7 +82,7 @@ def for_llama_cpp(name, x):
 
 def write(path, arrays):
     arrays = {name: for_llama_cpp(name, x) for name, x in arrays.items()}
-    eqq.io.write(path, arrays, "gguf", names=name_of, metadata=metadata())
+    eqq.io.write(path, arrays, "gguf", names=get_name, metadata=metadata())
     return path
 
 
@@ -91,7 +91,7 @@ def load(path, context=64):
     return llama_cpp.Llama(str(path), n_ctx=context, logits_all=True, verbose=False, n_threads=2, **exact)
 
 
-def logits_of(model):
+def compute_logits(model):
     model.eval(llama.TOKENS)
     return np.array(model.scores[: len(llama.TOKENS)])
 
@@ -99,7 +99,7 @@ def logits_of(model):
 def test_float32(tmp_path):
     arrays = llama.weights()
     model = load(write(tmp_path / "model.gguf", arrays))
-    llama.assert_near(logits_of(model), llama.expected_logits(arrays), 1e-4)
+    llama.assert_near(compute_logits(model), llama.expected_logits(arrays), 1e-4)
     assert model.tokenize(b"ab", add_bos=True) == [1, 286, 261] and model.metadata["general.name"] == "tiny"
 
 
@@ -108,7 +108,7 @@ def test_float32(tmp_path):
 def test_quantized(tmp_path, format):
     arrays = llama.quantized(format, eqq.JointMSE())
     model = load(write(tmp_path / "model.gguf", arrays))
-    llama.assert_near(logits_of(model), llama.expected_logits(arrays), 0.3)
+    llama.assert_near(compute_logits(model), llama.expected_logits(arrays), 0.3)
 
 
 def test_greedy_text(tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_folder_of_hugging_face(tmp_path, kind, more):
     tokenizer.save(str(tmp_path / "folder" / "tokenizer.json"))
     eqq.io.convert(tmp_path / "folder", tmp_path / "model.gguf", dialect="gguf")
     opened = load(tmp_path / "model.gguf")
-    llama.assert_near(logits_of(opened), llama.logits_of(model), 1e-4)
+    llama.assert_near(compute_logits(opened), llama.compute_logits(model), 1e-4)
     for part in (text[:300], "naïve  déjà vu 12345 — 漢字\n\n\tx"):
         assert opened.tokenize(part.encode(), add_bos=False) == tokenizer.encode(part).ids
     assert opened.detokenize(tokenizer.encode("naïve 漢字").ids).decode() == "naïve 漢字"
@@ -175,7 +175,7 @@ def test_half_precision(tmp_path):
     arrays = {name: x.astype(np.float16) if "proj" in name else x for name, x in llama.weights().items()}
     model = load(write(tmp_path / "model.gguf", arrays))
     expected = llama.expected_logits({name: x.astype(np.float32) for name, x in arrays.items()})
-    llama.assert_near(logits_of(model), expected, 1e-2)
+    llama.assert_near(compute_logits(model), expected, 1e-2)
 
 
 def data(kind):
@@ -184,7 +184,7 @@ def data(kind):
     return x.astype(np.float32)
 
 
-def bytes_of(path, q):
+def read_bytes(path, q):
     eqq.io.write(path, {"w": q}, "gguf")
     return gguf.GGUFReader(path).tensors[0].data
 
@@ -194,7 +194,7 @@ def test_the_bytes_of_its_own_quantizer(tmp_path, name):
     x = data("student")
     q = eqq.quantize(jnp.asarray(x), getattr(eqq.formats, name)())
     theirs = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name])
-    np.testing.assert_array_equal(bytes_of(tmp_path / "x.gguf", q), theirs)
+    np.testing.assert_array_equal(read_bytes(tmp_path / "x.gguf", q), theirs)
 
 
 @pytest.mark.parametrize("kind", ["normal", "student"])
@@ -203,7 +203,7 @@ def test_our_search_finds_no_larger_errors_than_that_of_ggml(tmp_path, name, kin
     x = data(kind)
     q = eqq.quantize(jnp.asarray(x), getattr(eqq.formats, name)(), method=eqq.JointMSE())
     number = gguf.GGMLQuantizationType[name]
-    ours = gguf.quants.dequantize(bytes_of(tmp_path / "x.gguf", q), number)
+    ours = gguf.quants.dequantize(read_bytes(tmp_path / "x.gguf", q), number)
     np.testing.assert_array_equal(ours, q.dequantize())
     block, size = gguf.GGML_QUANT_SIZES[number]
     packed = np.zeros((len(x), x.shape[1] // block * size), np.uint8)

@@ -36,9 +36,9 @@ def test_four_bits_of_bitsandbytes(tmp_path, format):
     expected = llama.expected_logits(arrays)
     # On CPUs it multiplies in bfloat16 where they can; the weights themselves are the same. The first product packs
     # them for that, so another model is dequantized.
-    llama.assert_near(llama.logits_of(model), expected, 0.15)
+    llama.assert_near(llama.compute_logits(model), expected, 0.15)
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    llama.assert_near(llama.logits_of(other.dequantize()), expected, 1e-4)
+    llama.assert_near(llama.compute_logits(other.dequantize()), expected, 1e-4)
 
 
 def test_int8_rows_of_bitsandbytes(tmp_path):
@@ -51,7 +51,7 @@ def test_int8_rows_of_bitsandbytes(tmp_path):
     dense = layer.weight.data.float() * layer.weight.SCB[:, None] / 127
     np.testing.assert_allclose(dense.numpy(), arrays["model.layers.1.self_attn.q_proj.weight"].dequantize(), rtol=3e-7)
     # It quantizes activations to eight bits too.
-    llama.assert_near(llama.logits_of(model), llama.expected_logits(arrays), 0.3)
+    llama.assert_near(llama.compute_logits(model), llama.expected_logits(arrays), 0.3)
 
 
 FORMATS = [
@@ -70,7 +70,7 @@ FORMATS = [
 def test_compressed_tensors(tmp_path, format):
     arrays = llama.quantized(format)
     model = load(tmp_path / "model", arrays, "compressed-tensors")
-    logits = llama.logits_of(model)  # decompresses
+    logits = llama.compute_logits(model)  # decompresses
     name = "model.layers.0.mlp.gate_proj.weight"
     np.testing.assert_array_equal(
         model.model.layers[0].mlp.gate_proj.weight.detach().float().numpy(),
@@ -109,4 +109,4 @@ def test_decompressing_by_compressed_tensors_alone(tmp_path, format):
 def test_compressed_tensors_of_several_formats(tmp_path):
     arrays = llama.quantized("int4") | {k: v for k, v in llama.quantized("fp8").items() if "mlp" in k}
     model = load(tmp_path / "model", arrays, "compressed-tensors")
-    llama.assert_near(llama.logits_of(model), llama.expected_logits(arrays), 1e-4)
+    llama.assert_near(llama.compute_logits(model), llama.expected_logits(arrays), 1e-4)

@@ -312,7 +312,7 @@ def matmul(
     - `target`: the device, which selects the tuned configuration; `config` overrides it.
     - `interpret`: runs on any device, slowly.
     """
-    _compat.expect_triton_warning()
+    _compat.ignore_triton_warning()
     dot_precision = jax.lax.Precision.HIGHEST if precision == "highest" else None
     m, n, body = x.shape[0], weight.codes.shape[0], _kernel_length(layout)
     config = config or tune(target.device, layout.bits, x.dtype.itemsize, m, transpose=transpose)

@@ -11,10 +11,10 @@ import pytest
 
 import eqquant as eqq
 
-from .test_architecture import class_names, definition_of, MODULES, PUBLIC, ROOT, tree_of
+from .test_architecture import class_names, find_definition, MODULES, parse_nodes, PUBLIC, ROOT
 
 
-PUBLIC_NODES = {name: definition_of(*name.rpartition(".")[::2])[1] for name in PUBLIC}
+PUBLIC_NODES = {name: find_definition(*name.rpartition(".")[::2])[1] for name in PUBLIC}
 PUBLIC_NODES = {name: node for name, node in PUBLIC_NODES.items() if node is not None}  # the others are types
 # Annotations that stand for arrays, and words by which a text says something of their shapes and dtypes.
 ARRAY = re.compile(r"\b(Array|ArrayLike|Bool|Float|Float32|Int|Int32|ndarray|Num|Shaped|UInt|UInt8|UInt32)\b")
@@ -76,7 +76,8 @@ def test_arrays_have_shapes(name):
 @pytest.mark.parametrize("field", ["axis", "block_size", "codes", "format", "lengths", "scale", "zero_point"])
 def test_fields_of_a_quantized_array_have_text(field):
     """As the reference shows it: a string under the field, or the docstring of the property."""
-    [cls] = [n for n in tree_of(ROOT / "eqquant" / "_array" / "codes.py") if getattr(n, "name", "") == "AbstractCodes"]
+    nodes = parse_nodes(ROOT / "eqquant" / "_array" / "codes.py")
+    [cls] = [n for n in nodes if getattr(n, "name", "") == "AbstractCodes"]
     texts = {getattr(f, "name", ""): ast.get_docstring(f) for f in cls.body if isinstance(f, ast.FunctionDef)}
     for before, after in zip(cls.body, cls.body[1:], strict=False):
         if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):

@@ -10,7 +10,7 @@ from .._formats.base import AbstractFormat
 
 @runtime_checkable
 class InputStatistics(Protocol):
-    """Statistics of the inputs of one weight, an entry of what [`eqquant.calibrate.collect_stats`][] returns."""
+    """Statistics of the inputs of one weight, from [`eqquant.calibrate.collect_stats`][]."""
 
     shape: tuple[int, ...]
     axis: int | tuple[int, ...] | None

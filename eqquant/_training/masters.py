@@ -156,11 +156,7 @@ def float_masters(
             key_data = jr.key_data(next_key)
         whole = _flatten_like(params, params)
         out = [
-            _compute_code_update(x, m, k, method.for_leaf(path))
-            if m is not None
-            else _zero_update(p)
-            if x is None
-            else s
+            _update_codes(x, m, k, method.for_leaf(path)) if m is not None else _zero_update(p) if x is None else s
             for p, (path, x), m, s, k in zip(whole, leaves, new, steps, keys, strict=True)
         ]
         return replace_leaves(params, out), FloatMastersState(replace_leaves(params, new), inner_state, key_data)
@@ -373,7 +369,7 @@ def _flatten_gradients(params: PyTree, leaves: TrainedLeaves, grads: PyTree, mas
     return out
 
 
-def _compute_code_update(
+def _update_codes(
     q: QuantizedArray, master: Float[Array, "..."], key: PRNGKeyArray | None, method: AbstractMethod
 ) -> QuantizedArray:
     """Returns the update of the codes and scales of `q` that quantizes the master.

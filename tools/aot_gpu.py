@@ -117,7 +117,7 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
     import eqquant as eqq
     from eqquant._matmul import dispatch
     from eqquant._matmul.kernels import pallas_gpu
-    from eqquant._matmul.problem import MatmulProblem, Target
+    from eqquant._matmul.problem import MatmulProblem, TargetDevice
     from tests.helpers import FORMATS, IN_KERNELS, report
 
     kinds = ("nf4", "nf4_double", "int4", "int4_affine", "int4_channel", "int2_affine", "ternary", "binary_block")
@@ -142,7 +142,7 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             program = jax.jit(f).trace(*args).lower().compile()
         problem = MatmulProblem(m, N, K, jnp.dtype(dtype), format, transpose)
-        chosen = dispatch.choose(Target("cuda"), problem, None)[0] == "pallas_gpu"
+        chosen = dispatch.choose(TargetDevice("cuda"), problem, None)[0] == "pallas_gpu"
         (kernel,) = kernels_in(directory)
         layout = problem.layout
         config = pallas_gpu.tune("H100", layout.bits, jnp.dtype(dtype).itemsize, m, transpose=transpose)

@@ -297,15 +297,16 @@ class _Form(NamedTuple):
 
 def _form_of(x: Operand, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: Axes) -> _Form | None:
     memory, stack, single = w.constraints
+    w_shape, x_shape = w.shape, x.shape
     size: dict[Hashable, Length] = {}
-    for name, length in (*zip(w_axes, w.shape, strict=True), *zip(x_axes, x.shape, strict=True)):
+    for name, length in (*zip(w_axes, w_shape, strict=True), *zip(x_axes, x_shape, strict=True)):
         size[name] = length if size.get(name, 1) == 1 else size[name]
     contracts = any(name in x_axes and name not in out_axes for name in w_axes)
     alone = [w_axes[axis] for axis in single]
     inside = [] if memory is None else [w_axes[axis] for axis in memory]
     # Drop axes of length one that may be dropped: the matching axis of `x`, if any, becomes rows.
-    w_long = [name for name, n in zip(w_axes, w.shape, strict=True) if n != 1 or name in inside or name in alone]
-    x_long = [name for name, n in zip(x_axes, x.shape, strict=True) if n == size[name]]
+    w_long = [name for name, n in zip(w_axes, w_shape, strict=True) if n != 1 or name in inside or name in alone]
+    x_long = [name for name, n in zip(x_axes, x_shape, strict=True) if n == size[name]]
     front = [name for name in w_axes[:stack] if name in w_long]
     contracted = [name for name in w_long if name in x_axes and name not in out_axes]
     summed = [name for name in front if name in contracted]
@@ -355,18 +356,19 @@ def _product(form: _Form, options: Options, x: Operand, w: AbstractOperand) -> F
         inner, shape = ((*form.k, *form.m), (k, m)) if x_by_columns else ((*form.m, *form.k), (m, k))
         lengths = dict(zip(form.x_axes, x.shape, strict=True))
         own = [lengths.get(name, 1) for name in form.front]
-        x = _permute(x, form.x_axes, (*form.front, *inner)).reshape(*own, *shape)
-        x = jnp.broadcast_to(turn(x, x_by_columns), (*front, m, k))
+        x = _reshape(_permute(x, form.x_axes, (*form.front, *inner)), (*own, *shape))
+        x = turn(x, x_by_columns)
+        x = x if own == front else jnp.broadcast_to(x, (*front, m, k))
 
     weight = w.as_matrices(form.matrices(form.w_axes, form.n))
     product = weight.linear if isinstance(weight, AbstractOperand) else ft.partial(linear, weight)
     y = turn(product(x, options._replace(by_columns=(x_by_columns, y_by_columns))), y_by_columns)
     y_axes = (*form.front, *((*form.n, *form.m) if y_by_columns else (*form.m, *form.n)))
-    y = y.reshape(form.sizes(y_axes))
+    y = _reshape(y, form.sizes(y_axes))
     if form.summed:
         y = jnp.sum(y, axis=[y_axes.index(name) for name in form.summed])
         y_axes = tuple(name for name in y_axes if name not in form.summed)
-    return _permute(y, y_axes, form.out_axes).reshape(form.sizes(form.out_axes))
+    return _reshape(_permute(y, y_axes, form.out_axes), form.sizes(form.out_axes))
 
 
 def _permute(x: Array, names: Axes, wanted: Axes) -> Array:
@@ -376,7 +378,13 @@ def _permute(x: Array, names: Axes, wanted: Axes) -> Array:
     """
     names, wanted = list(names), list(wanted)
     order = [axis for axis, name in enumerate(names) if name not in wanted]
-    return jnp.transpose(x, (*order, *(names.index(name) for name in wanted if name in names)))
+    order += [names.index(name) for name in wanted if name in names]
+    return x if order == sorted(order) else jnp.transpose(x, order)
+
+
+def _reshape(x: Array, shape: Sequence[Length]) -> Array:
+    """Reshapes, if that changes the shape: JAX takes as long to trace a reshape that changes nothing."""
+    return x if x.shape == tuple(shape) else x.reshape(shape)
 
 
 def _result_spec(form: _Form, x: Operand, w: AbstractOperand) -> PartitionSpec:

@@ -51,7 +51,7 @@ def matmul(
     # Values to round to 16 bits must be scaled first. Otherwise it is cheaper to scale the results or `x`.
     rounded = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
     scaled = not layout.one_scale or rounded is not None or wide.itemsize > 4 or layout.offsets
-    decoder = _Decoder(layout, wide, rounded, scaled)
+    decoder = _Decoder(layout, wide, rounded, scaled, gathers=whole)
     product = ft.partial(_transposed_product if transpose else _product, decoder, rows, precision)
 
     def one(operands: tuple[Array, Packed]) -> Array:
@@ -72,6 +72,7 @@ class _Decoder(NamedTuple):
     wide: np.dtype  # the dtype of values, and of sums
     rounded: np.dtype | None  # the dtype to round values to first, or None
     scaled: bool  # if not, the caller multiplies by `scale_of_rows`
+    gathers: bool  # whether to gather values from a table: half the time to compile, but slower for large weights
 
     @property
     def run(self) -> int:
@@ -97,7 +98,7 @@ class _Decoder(NamedTuple):
         zero = None if weight.zero_point is None else self._per_unit(weight.zero_point.astype(jnp.float32), unit)
         offset = None if weight.offset is None else self._per_unit(weight.offset, unit)
         for plane in range(layout.planes if body else 0):
-            values = look_up(packing.unpack_plane(codes, plane, layout.bits), layout)
+            values = look_up(packing.unpack_plane(codes, plane, layout.bits), layout, gather=self.gathers)
             each = [a if a is None else jnp.broadcast_to(a[plane], values.shape) for a in (scale, zero, offset)]
             values = dequantize_values(values, *each)
             parts.append(self._finish(values).reshape(rows, body // layout.planes))

@@ -25,19 +25,15 @@ def main() -> None:
     parser.add_argument("--generation", choices=GENERATIONS, help="all of them unless given")
     parser.add_argument("--formats", nargs="*", help="names of the tests' table of formats; all unless given")
     arguments = parser.parse_args()
+    # Only to silence questions about a machine that is not there.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+    os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
     if arguments.generation is not None:
         sys.exit(check(arguments.generation, arguments.formats))
-    environment = {
-        **os.environ,
-        # Only to silence questions about a machine that is not there.
-        **{"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"},
-        **{"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
-    }
     passed_on = ["--formats", *arguments.formats] if arguments.formats else []
     codes = [
         subprocess.run(
             [sys.executable, "-m", "tools.aot_tpu", "--generation", generation, *passed_on],
-            env=environment,
             timeout=1800,
         ).returncode
         for generation in GENERATIONS
@@ -54,7 +50,7 @@ def check(generation: str, names: list[str] | None) -> int:
 
     import eqquant as eqq
     from eqquant._matmul import dispatch
-    from eqquant._matmul.problem import MatmulProblem, Target
+    from eqquant._matmul.problem import MatmulProblem, TargetDevice
     from tests.helpers import FORMATS, IN_KERNELS, report
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=generation)
@@ -68,7 +64,7 @@ def check(generation: str, names: list[str] | None) -> int:
     def compiled(name: str, m: int, dtype: str, transpose: bool) -> str:
         format = FORMATS[name].format
         problem = MatmulProblem(m, N, K, jnp.dtype(dtype), format, transpose)
-        if dispatch.refusal_of(Target("tpu"), problem, "pallas_tpu") is not None:
+        if dispatch.refusal_of(TargetDevice("tpu"), problem, "pallas_tpu") is not None:
             return "no kernel"
         q = jax.eval_shape(lambda w: eqq.quantize(w, format, dtype=dtype), jax.ShapeDtypeStruct((N, K), jnp.float32))
         x = jax.ShapeDtypeStruct((m, N if transpose else K), dtype)

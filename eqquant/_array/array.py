@@ -26,7 +26,7 @@ from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
 from .._numerics.axes import as_axes, as_axis, logical_order
 from .._types import PyTree, ShardingLike
-from .codes import AbstractCodes, is_in_order, row_length
+from .codes import AbstractCodes, check_leaves, is_in_order, row_length
 from .contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .dense import allow_dense, check_dense
 from .dequantize import bind_dequantize, dequantize_rows, in_memory_order
@@ -100,7 +100,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
 
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense array, of `shape` and `dtype`."""
-        self._check_leaves()
+        check_leaves(self)
         check_dense(self)
         if explicit_mesh(self.codes) is not None:
             return in_auto_mode(_dequantize, logical_sharding(self))(self)
@@ -246,7 +246,8 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         *front, rows, columns = axes.shape(self.shape)
         shape = (*front, rows if contracts_blocks else columns)
         arrange = lambda leaf: jnp.transpose(leaf, (*order, leaf.ndim - 1)).reshape(*shape, leaf.shape[-1])
-        out = jtu.tree_map(arrange, self)
+        in_place = order == sorted(order) and shape == self.codes.shape[:-1]
+        out = self if in_place else jtu.tree_map(arrange, self)
         return dataclasses.replace(
             out, axis=-1 if contracts_blocks else -2, lengths=(row_length(self),), logical_sharding=None
         )

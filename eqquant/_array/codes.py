@@ -49,7 +49,7 @@ class AbstractCodes(AbstractArrayValue):
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, derived from the stored arrays, so that transformations keep it right."""
-        self._check_leaves()
+        check_leaves(self)
         if self.ndim < -min(as_axes(self.axis)):
             raise ValueError(
                 f"The quantized axis must not be mapped over. Got `axis={self.axis}` of an array of {self.ndim} "
@@ -82,13 +82,13 @@ class AbstractCodes(AbstractArrayValue):
     @property
     def scale(self) -> Float32[Array, "*batch blocks"]:
         """The scale of each block: float32 `(*batch, blocks)`, with the quantized axis last."""
-        self._check_leaves()
+        check_leaves(self)
         return self._floats(self.scale_bits)
 
     @property
     def zero_point(self) -> UInt8[Array, "*batch blocks"] | None:
         """The zero point of each block: uint8 `(*batch, blocks)`, or `None`."""
-        self._check_leaves()
+        check_leaves(self)
         if self.zero_point_bits is None:
             return None
         return packing.unpack(self.zero_point_bits, self.format.bits, num_blocks(row_length(self), self.block_size))
@@ -96,42 +96,8 @@ class AbstractCodes(AbstractArrayValue):
     @property
     def offset(self) -> Float32[Array, "*batch blocks"] | None:
         """The offset of each block: float32 `(*batch, blocks)`, or `None`."""
-        self._check_leaves()
+        check_leaves(self)
         return None if self.offset_bits is None else self._floats(self.offset_bits)
-
-    def _check_leaves(self) -> None:
-        """Raises if a leaf is no longer an unsigned integer. Costs nothing under `jit`."""
-        if self.codes is None:
-            raise ValueError(
-                "A quantized array must hold its codes. Got one without: a filter for floats, such as "
-                "`eqx.filter(model, eqx.is_inexact_array)`, has taken them away. To train quantized arrays, write "
-                "`optim = eqq.float_masters(optimizer)` and `optim.init(model)`. To use the model, `eqx.combine` its "
-                "parts again."
-            )
-        per_block = {"scale": self.scale_bits, "zero point": self.zero_point_bits, "offset": self.offset_bits}
-        for name, leaf in {"codes": self.codes, **per_block}.items():
-            dtype = getattr(leaf, "dtype", None)
-            if isinstance(leaf, AbstractCodes):
-                leaf._check_leaves()
-            elif dtype == jax.dtypes.float0:
-                raise TypeError(
-                    "A quantized array has no gradient with respect to its codes. Got a tree of float0, as `jax.grad` "
-                    "returns it with `allow_int=True`. Differentiate with `eqq.filter_grad`."
-                )
-            elif dtype is not None and not jnp.issubdtype(dtype, jnp.unsignedinteger):
-                raise TypeError(
-                    f"The leaves of a quantized array must be unsigned integers. Got {name} of {dtype}: they were "
-                    "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
-                    "the result. To change what it dequantizes to, call `q.astype(dtype)` on the array as a whole."
-                )
-        ranks = {jnp.ndim(leaf) for leaf in (self.codes, self.gradient_of) if isinstance(leaf, jax.Array)}
-        if len(ranks) > 1:
-            raise ValueError(
-                f"The leaves of a quantized array must be mapped over together. Got codes of shape {self.codes.shape} "
-                f"and a `gradient_of` of shape {getattr(self.gradient_of, 'shape', None)}: a `scan` or `vmap` took "
-                "only one of them apart. Split the model with `eqx.partition(model, eqx.is_array)`, not with "
-                "`eqx.is_inexact_array`, which leaves codes behind."
-            )
 
     def _floats(self, stored: "Array | AbstractCodes") -> Array:
         """Returns scales or offsets as floats."""
@@ -139,6 +105,44 @@ class AbstractCodes(AbstractArrayValue):
             with allow_dense():
                 return stored.dequantize()
         return bits_to_scale(stored, self.format.scale_dtype)
+
+
+def check_leaves(q: AbstractCodes) -> None:
+    """Raises if a leaf is no longer an unsigned integer.
+
+    Dtypes are static, so this costs nothing in `jit`.
+    """
+    if q.codes is None:
+        raise ValueError(
+            "A quantized array must hold its codes. Got one without: a filter for floats, such as "
+            "`eqx.filter(model, eqx.is_inexact_array)`, has taken them away. To train quantized arrays, write "
+            "`optim = eqq.float_masters(optimizer)` and `optim.init(model)`. To use the model, `eqx.combine` its "
+            "parts again."
+        )
+    per_block = {"scale": q.scale_bits, "zero point": q.zero_point_bits, "offset": q.offset_bits}
+    for name, leaf in {"codes": q.codes, **per_block}.items():
+        dtype = getattr(leaf, "dtype", None)
+        if isinstance(leaf, AbstractCodes):
+            check_leaves(leaf)
+        elif dtype == jax.dtypes.float0:
+            raise TypeError(
+                "A quantized array has no gradient with respect to its codes. Got a tree of float0, as `jax.grad` "
+                "returns it with `allow_int=True`. Differentiate with `eqq.filter_grad`."
+            )
+        elif dtype is not None and not jnp.issubdtype(dtype, jnp.unsignedinteger):
+            raise TypeError(
+                f"The leaves of a quantized array must be unsigned integers. Got {name} of {dtype}: they were "
+                "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
+                "the result. To change what it dequantizes to, call `q.astype(dtype)` on the array as a whole."
+            )
+    ranks = {leaf.ndim for leaf in (q.codes, q.gradient_of) if isinstance(leaf, jax.Array)}
+    if len(ranks) > 1:
+        raise ValueError(
+            f"The leaves of a quantized array must be mapped over together. Got codes of shape {q.codes.shape} "
+            f"and a `gradient_of` of shape {getattr(q.gradient_of, 'shape', None)}: a `scan` or `vmap` took "
+            "only one of them apart. Split the model with `eqx.partition(model, eqx.is_array)`, not with "
+            "`eqx.is_inexact_array`, which leaves codes behind."
+        )
 
 
 def row_length(q: AbstractCodes) -> int:

@@ -292,15 +292,16 @@ class _MatmulForm(NamedTuple):
 
 def _find_form(x: Operand, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: Axes) -> _MatmulForm | None:
     packed_axes, stack, unmerged_axes = w.constraints
+    w_shape, x_shape = w.shape, x.shape
     size: dict[Hashable, Length] = {}
-    for name, length in (*zip(w_axes, w.shape, strict=True), *zip(x_axes, x.shape, strict=True)):
+    for name, length in (*zip(w_axes, w_shape, strict=True), *zip(x_axes, x_shape, strict=True)):
         size[name] = length if size.get(name, 1) == 1 else size[name]
     contracts = any(name in x_axes and name not in out_axes for name in w_axes)
     unmerged = [w_axes[axis] for axis in unmerged_axes]
     packed = [] if packed_axes is None else [w_axes[axis] for axis in packed_axes]
     # Drop axes of length one that may be dropped: the matching axis of `x`, if any, becomes rows.
-    w_long = [name for name, n in zip(w_axes, w.shape, strict=True) if n != 1 or name in packed or name in unmerged]
-    x_long = [name for name, n in zip(x_axes, x.shape, strict=True) if n == size[name]]
+    w_long = [name for name, n in zip(w_axes, w_shape, strict=True) if n != 1 or name in packed or name in unmerged]
+    x_long = [name for name, n in zip(x_axes, x_shape, strict=True) if n == size[name]]
     front = [name for name in w_axes[:stack] if name in w_long]
     contracted = [name for name in w_long if name in x_axes and name not in out_axes]
     summed = [name for name in front if name in contracted]
@@ -350,26 +351,33 @@ def _product(form: _MatmulForm, options: Options, x: Operand, w: AbstractOperand
         inner, shape = ((*form.k, *form.m), (k, m)) if x_by_columns else ((*form.m, *form.k), (m, k))
         lengths = dict(zip(form.x_axes, x.shape, strict=True))
         x_front = [lengths.get(name, 1) for name in form.front]
-        x = _permute(x, form.x_axes, (*form.front, *inner)).reshape(*x_front, *shape)
-        x = jnp.broadcast_to(transpose_if(x_by_columns, x), (*front, m, k))
+        x = _reshape(_permute(x, form.x_axes, (*form.front, *inner)), (*x_front, *shape))
+        x = transpose_if(x_by_columns, x)
+        x = x if x_front == front else jnp.broadcast_to(x, (*front, m, k))
 
     weight = w.as_matrices(form.matrices(form.w_axes, form.n))
     product = weight.linear if isinstance(weight, AbstractOperand) else ft.partial(linear, weight)
     y = product(x, options._replace(by_columns=(x_by_columns, y_by_columns)))
     y = transpose_if(y_by_columns, y)
     y_axes = (*form.front, *((*form.n, *form.m) if y_by_columns else (*form.m, *form.n)))
-    y = y.reshape(form.sizes(y_axes))
+    y = _reshape(y, form.sizes(y_axes))
     if form.summed:
         y = jnp.sum(y, axis=[y_axes.index(name) for name in form.summed])
         y_axes = tuple(name for name in y_axes if name not in form.summed)
-    return _permute(y, y_axes, form.out_axes).reshape(form.sizes(form.out_axes))
+    return _reshape(_permute(y, y_axes, form.out_axes), form.sizes(form.out_axes))
 
 
 def _permute(x: Array, names: Axes, wanted: Axes) -> Array:
     """Permutes axes to the order `wanted`, after unwanted axes, which have length one."""
     names, wanted = list(names), list(wanted)
     order = [axis for axis, name in enumerate(names) if name not in wanted]
-    return jnp.transpose(x, (*order, *(names.index(name) for name in wanted if name in names)))
+    order += [names.index(name) for name in wanted if name in names]
+    return x if order == sorted(order) else jnp.transpose(x, order)
+
+
+def _reshape(x: Array, shape: Sequence[Length]) -> Array:
+    """Reshapes, if that changes the shape: JAX takes as long to trace a reshape that changes nothing."""
+    return x if x.shape == tuple(shape) else x.reshape(shape)
 
 
 def _find_result_spec(form: _MatmulForm, x: Operand, w: AbstractOperand) -> PartitionSpec:

@@ -31,7 +31,7 @@ from .checks import (
     MethodLike,
     suggest_quantized,
 )
-from .codes import row_length
+from .codes import check_leaves, row_length
 from .sharding import leaf_shardings
 from .value import AbstractArrayValue
 
@@ -161,7 +161,7 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"`q` must be a quantized array. Got {describe_argument(q)}. {suggest_quantized(q)}")
-    q._check_leaves()
+    check_leaves(q)
     return logical_order(packing.unpack(q.codes, q.format.bits, row_length(q)), as_axes(q.axis), q.lengths)
 
 

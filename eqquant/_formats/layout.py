@@ -3,7 +3,6 @@
 import functools as ft
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._native.layout import Layout, ScaleKind
@@ -14,8 +13,6 @@ from .floating import FP8
 
 @ft.lru_cache(256)
 def layout_of(format: AbstractFormat, length: int, decoded_scales: bool = False) -> Layout:
-    with jax.ensure_compile_time_eval():
-        table = np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)), np.float32)
     size = length if format.block_size in (None, "tensor") else format.block_size
     kind, nested = None if decoded_scales else nested_scale_kind(format, length), None
     if kind is None and not decoded_scales and has_nested_scales(format):
@@ -24,12 +21,20 @@ def layout_of(format: AbstractFormat, length: int, decoded_scales: bool = False)
         length,
         format.bits,
         max(min(size, length), 1),
-        tuple(table.tolist()),
+        _table_of(format),
         kind or ("float32" if format.scale_format is not None else format.scale_dtype),
         has_zero_points(format),
         has_offsets(format),
         nested,
     )
+
+
+@ft.lru_cache(256)
+def _table_of(format: AbstractFormat) -> tuple[float, ...]:
+    """Returns the value of each code."""
+    decode = jax.jit(lambda codes: format.decode(codes))  # one program compiles sooner than several operations
+    with jax.ensure_compile_time_eval():
+        return tuple(np.asarray(decode(np.arange(2**format.bits, dtype=np.uint8)), np.float32).tolist())
 
 
 def has_nested_scales(format: AbstractFormat) -> bool:

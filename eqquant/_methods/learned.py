@@ -130,13 +130,14 @@ def _descend(
     problem = _LeastSquares(gram, columns.astype(jnp.float32), format)
     start = codes, grid
 
-    def improve(_: Index, state: tuple[Array, Grid]) -> tuple[Array, Grid]:
+    def improve(number: Index, state: tuple[Array, Grid]) -> tuple[Array, Grid]:
         codes, grid = state
         codes = problem.move_codes(codes, grid)
-        return codes, problem.fit_scales(codes, grid) if _fits(format) else grid
+        if _fits(format):
+            grid = jax.lax.cond(number < rounds, lambda: problem.fit_scales(codes, grid), lambda: grid)
+        return codes, grid
 
-    codes, grid = jax.lax.fori_loop(0, rounds, improve, start)
-    codes = problem.move_codes(codes, grid)
+    codes, grid = jax.lax.fori_loop(0, rounds + 1, improve, start)  # moves codes last, in the loop: it compiles once
     lower = problem.loss(codes, grid) < problem.loss(*start)  # never for a NaN
     return jnp.where(lower, codes, start[0]), jnp.where(lower, grid.stored_scale, start[1].stored_scale)
 

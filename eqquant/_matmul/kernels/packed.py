@@ -53,14 +53,17 @@ def decode_scale(bits: UInt[Array, "*shape"], kind: ScaleKind) -> Float32[Array,
     return bits_to_scale(bits, kind)
 
 
-def look_up(codes: UInt8[Array, "*shape"], layout: Layout) -> Float32[Array, "*shape"]:
-    """Looks up the values of codes, without a gather where possible: it is slow on TPUs."""
+def look_up(codes: UInt8[Array, "*shape"], layout: Layout, *, gather: bool = False) -> Float32[Array, "*shape"]:
+    """Looks up the values of codes, without a gather where possible: it is slow on TPUs.
+
+    With `gather`, gathers values from any table of more than four.
+    """
     if layout.kind == "integer":
         return codes.astype(jnp.float32) + layout.offset
     if layout.kind != "table":
         return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(jnp.float32)
     values: Sequence[ArrayLike] = [np.float32(value) for value in layout.table]
-    if layout.bits == 8:
+    if layout.bits == 8 or (gather and layout.bits > 2):
         return jnp.asarray(np.stack(values)).at[codes].get(mode="promise_in_bounds")
     # Each bit of a code halves the table. This takes one comparison per bit, and as many selections as entries.
     for bit in range(layout.bits):

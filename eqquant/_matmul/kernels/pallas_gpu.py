@@ -64,7 +64,8 @@ class _ConfigRow(NamedTuple):
 
 
 # The first row that matches wins. Chosen by the instructions, registers and spills of the compiled code for an H100
-# (`nox -s aot_gpu`), not yet by time: `benchmarks/gpu_matmul.py --tune` prints rows chosen by time.
+# (`nox -s aot_gpu`), not yet by time: `benchmarks/gpu_matmul.py --tune` prints rows chosen by time. JAX before
+# 0.12 spills up to 48 bytes at 64 rows of eight-bit codes with zero points or blocks.
 _ANY = (1, 2, 4, 8)
 _CONFIGS = (
     # Float32 tables are in memory, and a byte of many codes has many loads in flight.

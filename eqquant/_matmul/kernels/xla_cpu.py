@@ -51,7 +51,7 @@ def matmul(
     # Values that are rounded to 16 bits must be scaled first. Otherwise it is cheaper to scale the results or `x`.
     round_to = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
     apply_scale = not layout.one_scale or round_to is not None or wide.itemsize > 4 or layout.offsets
-    decoder = _Decoder(layout, wide, round_to, apply_scale)
+    decoder = _Decoder(layout, wide, round_to, apply_scale, gathers=whole)
     product = ft.partial(_transposed_product if transpose else _product, decoder, rows, precision)
 
     def multiply_one(operands: tuple[Array, PackedWeight]) -> Array:
@@ -72,6 +72,7 @@ class _Decoder(NamedTuple):
     wide: np.dtype  # the dtype of values and sums
     round_to: np.dtype | None  # the dtype that values are rounded to first, or `None`
     apply_scale: bool  # if not, the caller multiplies by `load_row_scale`
+    gathers: bool  # whether to gather values from a table: half the time to compile, but slower for large weights
 
     @property
     def run(self) -> int:
@@ -97,7 +98,7 @@ class _Decoder(NamedTuple):
         zero = None if weight.zero_point is None else self._per_unit(weight.zero_point.astype(jnp.float32), unit)
         offset = None if weight.offset is None else self._per_unit(weight.offset, unit)
         for plane in range(layout.planes if body else 0):
-            values = look_up(packing.unpack_plane(codes, plane, layout.bits), layout)
+            values = look_up(packing.unpack_plane(codes, plane, layout.bits), layout, gather=self.gathers)
             each = [a if a is None else jnp.broadcast_to(a[plane], values.shape) for a in (scale, zero, offset)]
             values = dequantize_values(values, *each)
             parts.append(self._round(values).reshape(rows, body // layout.planes))

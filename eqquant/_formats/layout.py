@@ -8,14 +8,16 @@ import numpy as np
 
 from .._native.layout import Layout, ScaleKind
 from .._numerics.blocks import num_blocks
-from .base import AbstractFormat, has_offsets, has_zero_points
+from .base import AbstractFormat, AbstractVectorFormat, has_offsets, has_zero_points
 from .floating import FP8
 
 
 @ft.lru_cache(256)
 def layout_of(format: AbstractFormat, length: int, plain_scales: bool = False) -> Layout:
-    with jax.ensure_compile_time_eval():
-        table = np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)), np.float32)
+    table = np.zeros(0)
+    if not isinstance(format, AbstractVectorFormat):
+        with jax.ensure_compile_time_eval():
+            table = np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)), np.float32)
     size = length if format.block_size in (None, "tensor") else format.block_size
     kind, nested = None if plain_scales else nested_scale_kind(format, length), None
     if kind is None and not plain_scales and has_nested_scales(format):

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, Float32
 
 from .._array.array import QuantizedArray
-from .._array.dequantize import plain_bits, split_scales, stored_codes
+from .._array.dequantize import dense_rows, plain_bits, split_scales, stored_codes
 from .._formats import Int8
 from .._formats.base import has_zero_points
 from .._native import library
@@ -89,6 +89,10 @@ def _xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDevice
         y = codes.matmul(pack_arrays(x), pack_arrays(w), problem.layout_of_x, problem.layout, kind, looped=looped)
         return y.astype(problem.dtype)
     layout, transpose, precision = problem.layout, problem.transpose, problem.precision
+    if target.platform == "cpu" and layout.has_vectors:
+        dtype = w.dtype if w.dtype.itemsize < x.dtype.itemsize else xla.accumulator(x.dtype)
+        rows, options = dataclasses.replace(w, logical_dtype=dtype), {"transpose": transpose, "precision": precision}
+        return xla_cpu.matmul_vectors(x, rows, dense_rows, layout.length, **options)
     if target.platform == "cpu":
         return xla_cpu.matmul(x, pack_arrays(w), layout, w.dtype, transpose=transpose, precision=precision)
     if _has_plain_bytes(problem):
@@ -102,6 +106,8 @@ def _xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDevice
 def kind_of_codes(problem: MatmulProblem, target: TargetDevice) -> codes.Kind | None:
     """Returns the type in which `xla` multiplies codes with codes, or `None` if it multiplies values."""
     if problem.activations is None or problem.transpose or problem.dtype.itemsize > 4:
+        return None
+    if problem.layout.has_vectors or problem.layout_of_x.has_vectors:
         return None
     return codes.kind_of(problem.layout_of_x, problem.layout, target)
 
@@ -336,6 +342,8 @@ def refusal_of(target: TargetDevice, problem: MatmulProblem, name: str) -> str |
         return target.no_kernels
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
+    if implementation.platforms and problem.layout.has_vectors:
+        return f"it looks each code up in a table, and a code of {problem.format!r} stands for several values"
     takes_codes = implementation.takes_codes(problem, target)
     return implementation.supports(problem if takes_codes else decode_activations(problem, target), target)
 

@@ -49,6 +49,7 @@ class GPTQ(AbstractMethod):
     order: str | None = eqx.field(static=True)
     method: AbstractScaleMethod
     statistic = "gram"
+    rounds_single_values = True
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class LearnedRounding(AbstractMethod):
     rounds: int = eqx.field(static=True)
     damping: float = eqx.field(static=True)
     statistic = "gram"
+    rounds_single_values = True
 
     def __init__(
         self,

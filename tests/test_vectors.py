@@ -8,6 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._formats.base import round_to_levels
@@ -158,6 +159,17 @@ def test_with_quantized_activations(name, getkey):
     x = weights(getkey(), (4, 512))
     rows = eqq.quantize(x, "int8")
     assert_close(rows @ q.T, rows.dequantize() @ q.dequantize().T, 1e-4)
+
+
+@one
+@pytest.mark.parametrize("spec", [P("model"), P(None, "data"), P(None, "model"), P("data", "model")])
+def test_products_on_a_mesh(name, getkey, spec):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    q, x = random_array(name, (16, 2048)), weights(getkey(), (6, 2048))
+    moved = q.with_sharding(NamedSharding(mesh, spec))
+    np.testing.assert_array_equal(np.asarray(moved.dequantize()), np.asarray(q.dequantize()))
+    assert_close(jax.jit(lambda x, q: x @ q.T)(x, moved), x @ q.dequantize().T, 1e-4)
+    assert_close(jax.jit(lambda x, q: x @ q)(x[:, :16], moved), x[:, :16] @ q.dequantize(), 1e-4)
 
 
 @one

@@ -63,6 +63,11 @@ def test_every_bit_of_a_block_has_one_place():
 # Encoding
 
 
+def test_names_of_mixes():
+    with pytest.raises(ValueError, match="Got 'IQ3_XS'. That names a mix of GGUF's formats.*write 'iq3_s'"):
+        eqq.quantize(jnp.ones((2, 256)), "IQ3_XS")
+
+
 def nearest_by_hand(format, values, weights):
     """The levels of least weighted error of 32 values, by trying every vector, sign and shift."""
     best, vectors = np.zeros(32), format.grid.vectors.astype(np.float64)

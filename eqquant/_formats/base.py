@@ -376,6 +376,10 @@ _REMEDIES = {
         for bits in (2, 3, 4, 5, 6)
         for size in ("s", "m", "l")
     },
+    **{
+        name: f"That names a mix of GGUF's formats for the layers of a model: write '{name[:3]}_s'."
+        for name in ("iq2m", "iq3m", "iq3xs")
+    },
     "tq10": "That is a packing of the values of 'tq2_0' in files.",
 }
 

@@ -24,16 +24,26 @@ class VectorGrid(NamedTuple):
     @property
     def vectors(self) -> np.ndarray:
         """The vectors, of int8, `(number, size)`."""
-        return _vectors(self)
+        return np.asarray(self.levels, np.int8)[_digits(self)]
+
+    @property
+    def bits(self) -> int:
+        """The bits of the number of a level."""
+        return (len(self.levels) - 1).bit_length()
+
+    @property
+    def words(self) -> np.ndarray:
+        """Each vector in one integer: the numbers of its levels, the first in the low bits."""
+        return (_digits(self) << self.bits * np.arange(self.size)).sum(axis=-1).astype(np.int32)
 
 
 @ft.cache
-def _vectors(grid: VectorGrid) -> np.ndarray:
+def _digits(grid: VectorGrid) -> np.ndarray:
+    """Returns the numbers of the levels of each vector, `(number, size)`."""
     bits = np.frombuffer(zlib.decompress(base64.b85decode(grid.members)), np.uint8)
     numbers = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
     base = len(grid.levels)
-    digits = numbers[:, None] // base ** np.arange(grid.size) % base
-    return np.asarray(grid.levels, np.int8)[digits]
+    return numbers[:, None] // base ** np.arange(grid.size) % base
 
 
 IQ1_S = VectorGrid(

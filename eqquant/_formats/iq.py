@@ -180,15 +180,24 @@ def _nearest(
     return index.reshape(values.shape[:-1]), least.reshape(values.shape[:-1])
 
 
-def _take(vectors: np.ndarray, index: Int32[Array, "*batch groups"]) -> Int32[Array, "*batch values"]:
-    """Looks vectors up, and lays them end to end."""
-    found = jnp.asarray(vectors).at[index].get(mode="clip").astype(jnp.int32)
-    return found.reshape(*index.shape[:-1], index.shape[-1] * vectors.shape[-1])
+def _take(grid: VectorGrid, index: Int32[Array, "*batch groups"]) -> Int32[Array, "*batch values"]:
+    """Looks vectors up, and lays them end to end.
+
+    A lookup takes XLA on CPU far longer than arithmetic. So it finds a whole vector, as one integer.
+    """
+    words = jnp.asarray(grid.words).at[index].get(mode="clip")
+    digits = words[..., None] >> grid.bits * _places(index.ndim + 1, grid.size) & 2**grid.bits - 1
+    first, step = grid.levels[0], grid.levels[1] - grid.levels[0]
+    values = first + step * digits
+    for number, level in enumerate(grid.levels):
+        if level != first + step * number:  # levels are even steps, but for one
+            values = jnp.where(digits == number, level, values)
+    return values.reshape(*index.shape[:-1], index.shape[-1] * grid.size)
 
 
-def _places(ndim: int) -> Int32[Array, "..."]:
-    """Returns the numbers from 0 to 7 along the last axis."""
-    return jnp.arange(8, dtype=jnp.int32).reshape(*[1] * (ndim - 1), 8)
+def _places(ndim: int, size: int = 8) -> Int32[Array, "..."]:
+    """Returns the numbers from zero on along the last axis."""
+    return jnp.arange(size, dtype=jnp.int32).reshape(*[1] * (ndim - 1), size)
 
 
 class AbstractSigned(AbstractGrid):
@@ -205,9 +214,11 @@ class AbstractSigned(AbstractGrid):
         return (*(-level for level in reversed(magnitudes)), *magnitudes)
 
     def _join(self, codes: _Codes) -> Float32[Array, "*batch values"]:
-        magnitudes, signs = _take(self.grid.vectors, codes["index"]), codes["signs"]
+        magnitudes, signs = _take(self.grid, codes["index"]), codes["signs"]
         if self.even:
-            signs = signs | (jax.lax.population_count(signs) & 1) << 7
+            parity = signs ^ signs >> 4
+            parity = parity ^ parity >> 2
+            signs = signs | ((parity ^ parity >> 1) & 1) << 7
         negative = (signs[..., None] >> _places(signs.ndim + 1) & 1).reshape(*signs.shape[:-1], signs.shape[-1] * 8)
         magnitudes, negative = (x[..., : min(magnitudes.shape[-1], negative.shape[-1])] for x in (magnitudes, negative))
         return jnp.where(negative == 1, -magnitudes, magnitudes).astype(jnp.float32)
@@ -243,7 +254,7 @@ class AbstractShifted(AbstractGrid):
         return (-9.0, -7.0, -1.0, 1.0, 7.0, 9.0)
 
     def _join(self, codes: _Codes) -> Float32[Array, "*batch values"]:
-        values, down = 8 * _take(self.grid.vectors, codes["index"]), jnp.repeat(codes["down"], self.together, axis=-1)
+        values, down = 8 * _take(self.grid, codes["index"]), jnp.repeat(codes["down"], self.together, axis=-1)
         values, down = (x[..., : min(values.shape[-1], down.shape[-1])] for x in (values, down))
         return (values + jnp.where(down == 1, -1, 1)).astype(jnp.float32)
 

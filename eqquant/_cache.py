@@ -15,10 +15,10 @@ from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, Int
 from ._array.array import is_quantized, QuantizedArray
 from ._array.quantize import quantize_array
 from ._compat import vary_alike
-from ._formats.base import AbstractFormat, as_format
+from ._formats.base import AbstractFormat, as_format, segment_length
 from ._mesh import full_spec, place
 from ._numerics.batching import vmap_leading
-from ._numerics.packing import pack as pack_codes, segment_length
+from ._numerics.packing import pack as pack_codes
 
 
 MaybeQuantized = QuantizedArray | Array
@@ -346,7 +346,7 @@ def _min_window(format: AbstractFormat | None) -> int:
             f"`keys` must be a format with blocks, whose scales are not quantized, for `per_channel`. Got {format!r}. "
             'For instance "int4", or `eqq.Int8(block_size=64)`.'
         )
-    return math.lcm(block, segment_length(format.bits))
+    return math.lcm(block, segment_length(format))
 
 
 def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | None, axis: int) -> MaybeQuantized:

@@ -1,6 +1,13 @@
 """The formats of GGUF files and of MLX, which names such as `"q4_k"` mean everywhere."""
 
 from ._formats import (
+    IQ1_M as IQ1_M,
+    IQ1_S as IQ1_S,
+    IQ2_S as IQ2_S,
+    IQ2_XS as IQ2_XS,
+    IQ2_XXS as IQ2_XXS,
+    IQ3_S as IQ3_S,
+    IQ3_XXS as IQ3_XXS,
     IQ4_NL as IQ4_NL,
     IQ4_XS as IQ4_XS,
     MLX as MLX,

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 import eqquant as eqq
-from eqquant._formats.base import has_offsets
+from eqquant._formats.base import AbstractVectorFormat, has_offsets
 from eqquant._numerics.packing import widths
 
 
@@ -80,6 +80,13 @@ FORMATS = {
     "iq4_nl": Row(eqq.formats.IQ4_NL(), 4.5, 20.0),
     "iq4_xs": Row(eqq.formats.IQ4_XS(), 4.25, 20.0),
     "tq2_0": Row(eqq.formats.TQ2_0(), 2.0625, 1.0),
+    "iq3_s": Row(eqq.formats.IQ3_S(), 3.4375, 15.8),
+    "iq3_xxs": Row(eqq.formats.IQ3_XXS(), 3.0625, 13.7),
+    "iq2_s": Row(eqq.formats.IQ2_S(), 2.5625, 11.3),
+    "iq2_xs": Row(eqq.formats.IQ2_XS(), 2.3125, 9.9),
+    "iq2_xxs": Row(eqq.formats.IQ2_XXS(), 2.0625, 9.0),
+    "iq1_m": Row(eqq.formats.IQ1_M(), 1.75, 7.0),
+    "iq1_s": Row(eqq.formats.IQ1_S(), 1.5625, 6.6),
     "mlx": Row(eqq.formats.MLX(), 4.5, 19.0),
     "mlx_3_bits": Row(eqq.formats.MLX(3, scale_dtype="float32"), 4, 12.0),
     "mlx_channel": Row(eqq.formats.MLX(8, None, "bfloat16"), 8 + 32 / 4096, 38.0),
@@ -95,8 +102,13 @@ KINDS = (
     *("fp8_e4m3", "mxfp4", "nvfp4", "q4_0", "dynamic8", "q5_k"),
 )
 
+# Those whose codes stand for several values, and the others.
+VECTORS = [name for name, row in FORMATS.items() if isinstance(row.format, AbstractVectorFormat)]
+SCALARS = [name for name in FORMATS if name not in VECTORS]
+
 # Those that kernels in Pallas read: codes that lie in one byte, without offsets.
-IN_KERNELS = [name for name, (f, *_) in FORMATS.items() if len(widths(f.bits)) == 1 and not has_offsets(f)]
+IN_KERNELS = [name for name in SCALARS if len(widths(FORMATS[name].format.bits)) == 1]
+IN_KERNELS = [name for name in IN_KERNELS if not has_offsets(FORMATS[name].format)]
 KINDS_IN_KERNELS = [name for name in KINDS if name in IN_KERNELS]
 
 NEWEST = jax.__version_info__ >= (0, 11)
@@ -117,7 +129,9 @@ def mark_slow(n: int, cases: Iterable[Any]) -> list[Any]:
 
 
 # Every format, most of them only in a sweep: for what takes long, and what the contract covers in part.
-SWEPT_FORMATS = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in FORMATS]
+_QUICK = (*KINDS, "iq2_xs", "iq3_s")
+SWEPT_FORMATS = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in FORMATS]
+SWEPT_SCALARS = [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in SCALARS]
 
 
 def sqnr(x: Any, y: Any) -> float:

@@ -12,14 +12,14 @@ from eqquant._array.dequantize import dequantize_rows
 from eqquant._formats.base import has_offsets
 from eqquant._native import library as native
 
-from .helpers import FORMATS, weights
+from .helpers import FORMATS, SCALARS, weights
 
 
 pytestmark = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
 
 CALL = "eqquant_cpu_decode"
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-NARROW = [name for name, row in FORMATS.items() if row.format.bits < 8 and not has_offsets(row.format)]
+NARROW = [n for n in SCALARS if FORMATS[n].format.bits < 8 and not has_offsets(FORMATS[n].format)]
 KINDS = ["nf4", "nf4_double", "int4_affine", "mxfp4", "nvfp4", "q4_0", "int2", "binary", "int5_affine", "q6_k"]
 
 

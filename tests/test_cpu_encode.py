@@ -18,7 +18,7 @@ from eqquant._methods.encode import quantize_packed
 from eqquant._native import library as native
 from eqquant._native.steps import float_order, order_to_float
 
-from .helpers import FORMATS, weights
+from .helpers import FORMATS, SCALARS, weights
 
 
 pytestmark = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
@@ -98,7 +98,7 @@ def test_same_bits(getkey, by_xla, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SCALARS)
 @pytest.mark.parametrize("length", [1, 9, 130, 784, 4999])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_same_bits_of_every_shape(getkey, by_xla, name, length, dtype):

@@ -23,7 +23,7 @@ from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import cpu
 from eqquant._native import library as native
 
-from .helpers import FORMATS, KINDS, primitives, relative_error, temp_bytes, weights
+from .helpers import FORMATS, KINDS, primitives, relative_error, SCALARS, temp_bytes, weights
 
 
 needs_native = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
@@ -69,7 +69,7 @@ def test_few_calls_from_matmul_to_the_kernel(getkey, monkeypatch):
 
 @needs_native
 @pytest.mark.parametrize("m", [1, 7, 16, 64, 300])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SCALARS)
 def test_product(getkey, name, m):
     q = eqq.quantize(weights(getkey(), (72, 582)), FORMATS[name].format)
     check(weights(getkey(), (m, 582)), q)

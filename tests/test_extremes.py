@@ -10,7 +10,7 @@ import pytest
 import eqquant as eqq
 from eqquant._formats.base import has_offsets
 
-from .helpers import FORMATS, KINDS
+from .helpers import FORMATS, KINDS, SCALARS, VECTORS
 
 
 LENGTH = 256
@@ -54,7 +54,7 @@ def quantize_values(x, format, method):
 
 CASES = [
     pytest.param(name, method, marks=() if method == "absmax" or name in (*OFFSETS, *KINDS) else pytest.mark.slow)
-    for name, method in it.product(FORMATS, METHODS)
+    for name, method in it.product(SCALARS, METHODS)  # vectors have no zero
 ]
 
 
@@ -106,6 +106,8 @@ EMPTY = [(4, 0), (0, 8), (2, 0, 64), (0,), (3, 0, 0)]
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_empty_arrays(name, method):
+    if name in VECTORS and method in ("gptq", "learned"):
+        pytest.skip("it rounds value by value")
     for shape in EMPTY if name in ("nf4", "q4_k", "mlx_channel") else EMPTY[:1]:
         gram = {"gram": jnp.eye(shape[-1])}
         found_by = {"gptq": eqq.GPTQ(**gram), "learned": eqq.LearnedRounding(**gram)}.get(method, METHODS[method])

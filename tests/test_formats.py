@@ -16,7 +16,7 @@ from eqquant._methods.stochastic import move_stochastically
 from eqquant._numerics import rounding
 from eqquant._numerics.minifloats import decode_e8m0, E2M1, E4M3, E5M2, encode_e8m0, UE4M4
 
-from .helpers import FORMATS, sqnr, SWEPT_FORMATS, weights
+from .helpers import FORMATS, sqnr, SWEPT_SCALARS, weights
 
 
 ORACLE = json.loads((Path(__file__).parent / "golden" / "oracle_vectors.json").read_text())
@@ -335,7 +335,7 @@ def test_a_row_alone_is_quantized_as_among_others():
     np.testing.assert_array_equal(np.asarray(alone), np.asarray(together))
 
 
-@pytest.mark.parametrize("name", SWEPT_FORMATS)
+@pytest.mark.parametrize("name", SWEPT_SCALARS)
 def test_stochastic_rounding_is_to_a_neighbour(name, getkey):
     format = FORMATS[name].format
     levels, reached = levels_of(format)

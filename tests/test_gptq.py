@@ -12,7 +12,7 @@ import pytest
 import eqquant as eqq
 from eqquant.calibrate import collect_stats
 
-from .helpers import assert_same, FORMATS, SWEPT_FORMATS
+from .helpers import assert_same, FORMATS, SWEPT_SCALARS
 
 
 GOLDEN = Path(__file__).parent / "golden" / "gptq_query_layer0.npz"
@@ -54,7 +54,7 @@ def test_codes_equal_two_libraries(name, format):
     assert loss(q, golden["weight"], hessian) <= loss(theirs, golden["weight"], hessian) * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("name", SWEPT_FORMATS)
+@pytest.mark.parametrize("name", SWEPT_SCALARS)
 def test_every_format(name):
     format, x = FORMATS[name].format, inputs()
     w = jr.normal(jr.key(1), (16, 96)) * 0.1

@@ -265,6 +265,10 @@ def golden_gguf(path):
     path.write_bytes((GOLDEN / "model.gguf").read_bytes())
 
 
+def vectors_gguf(path):
+    path.write_bytes((GOLDEN / "vectors.gguf").read_bytes())
+
+
 def settings(path, **quantization):
     """Writes the configuration of the quantization."""
     (path.parent / "config.json").write_text(json.dumps({"quantization_config": quantization}))
@@ -349,6 +353,7 @@ def torchao(path):
 SEEDS = {
     "eqquant": ours,
     "gguf": golden_gguf,
+    "vectors": vectors_gguf,
     "bitsandbytes": lambda path: small_bnb(path, (4, 64), 64, FP4),
     "gptq": gptq,
     "mlx": mlx,

@@ -10,7 +10,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_same, FORMATS, SWEPT_FORMATS
+from .helpers import assert_same, FORMATS, SWEPT_SCALARS
 from .test_gptq import gram_of, inputs
 
 
@@ -26,7 +26,7 @@ def quantize_learned(w, format, gram, **kwargs):
     return eqq.quantize(w, format, method=eqq.LearnedRounding(gram=gram, **kwargs))
 
 
-@pytest.mark.parametrize("name", SWEPT_FORMATS)
+@pytest.mark.parametrize("name", SWEPT_SCALARS)
 def test_never_worse_than_its_start(name):
     format, gram = FORMATS[name].format, gram_of(inputs())
     w = jr.normal(jr.key(1), (16, 96)) * 0.1

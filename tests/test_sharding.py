@@ -289,7 +289,7 @@ def test_a_sharded_weight_whose_parts_end_within_a_block(getkey):
         eqq.quantize_tree({"w": w}, "nf4")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "iq2_xs"])
 def test_every_format_is_divided(getkey, name):
     mesh, format = make_mesh(), FORMATS[name].format
     q = eqq.quantize(weights(getkey(), (8, 2048)), format)
@@ -301,7 +301,7 @@ def test_every_format_is_divided(getkey, name):
     assert dataclasses.replace(moved, logical_sharding=None).sharding == moved.sharding  # from where the codes are
 
 
-@pytest.mark.parametrize("format", ["nvfp4", eqq.Int8(block_size="tensor"), "dynamic8", "q4_0"], ids=str)
+@pytest.mark.parametrize("format", ["nvfp4", eqq.Int8(block_size="tensor"), "dynamic8", "q4_0", "iq2_xs"], ids=str)
 def test_explicit_arrays_in_any_format(getkey, format):
     w = weights(getkey(), (16, 512))
     sharded = jax.device_put(w, on(make_mesh(EXPLICIT), P("data")))

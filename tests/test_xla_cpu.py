@@ -10,7 +10,7 @@ from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import xla_cpu
 
-from .helpers import FORMATS, KINDS, mark_slow, relative_error, SWEPT_FORMATS, weights
+from .helpers import FORMATS, KINDS, mark_slow, relative_error, SWEPT_SCALARS, weights
 
 
 N, K = 40, 1100  # two segments or more of each packing, and a rest
@@ -31,7 +31,7 @@ def error(y, x, q, transpose):
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("name", SWEPT_FORMATS)
+@pytest.mark.parametrize("name", SWEPT_SCALARS)
 def test_every_format(getkey, monkeypatch, name, steps, transpose):
     q = eqq.quantize(weights(getkey(), (N, K)), FORMATS[name].format)
     if steps > 1:  # of 13 rows, and one row that is left

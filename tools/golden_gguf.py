@@ -1,4 +1,4 @@
-"""Writes `tests/golden/model.gguf` with llama.cpp's own package, and what that package dequantizes from it.
+"""Writes `model.gguf` and `vectors.gguf` of `tests/golden` with llama.cpp's package, and what it dequantizes from them.
 
     pip install gguf && python -m tools.golden_gguf
 
@@ -13,6 +13,7 @@ import numpy as np
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
+VECTORS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 TERNARY = ("TQ1_0", "TQ2_0")
 # Types that this package only dequantizes, and where the float16 numbers of their blocks are.
 READ_ONLY = {
@@ -58,7 +59,7 @@ def main() -> None:
         for at in floats:
             blocks[..., at : at + 2] = rng.standard_normal((*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
         add(name, blocks.reshape(2, -1))
-    del expected["IQ2_XXS"]  # the test of a type that is not read
+    del expected["IQ2_XXS"]  # `vectors.gguf` tests its values
     writer.add_tensor("norm.weight", np.arange(5, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -67,5 +68,30 @@ def main() -> None:
     np.savez_compressed(GOLDEN / "model_gguf.npz", **expected)
 
 
+def write_vectors() -> None:
+    """Types whose codes stand for several values: blocks of any bytes, with finite scales."""
+    rng = np.random.default_rng(35)
+    writer, expected = gguf.GGUFWriter(GOLDEN / "vectors.gguf", "llama"), {}
+    for name in VECTORS:
+        kind = gguf.GGMLQuantizationType[name]
+        blocks = rng.integers(0, 256, (2, 2, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+        scale = rng.normal(size=(2, 2)).astype(np.float16).view(np.uint16)
+        if name == "IQ1_M":  # four bits of the scale in each of the last words
+            words = blocks[..., 48:].copy().view(np.uint16)
+            words = words & 0xFFF | (scale[..., None] >> 4 * np.arange(4, dtype=np.uint16) & 15) << 12
+            blocks[..., 48:] = words.astype(np.uint16).view(np.uint8)
+        else:
+            blocks[..., :2] = scale[..., None].view(np.uint8)
+        rows = blocks.reshape(2, -1)
+        expected[name] = gguf.quants.dequantize(rows, kind)
+        writer.add_tensor(f"blk.{name}.weight", rows, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    np.savez_compressed(GOLDEN / "vectors_gguf.npz", **expected)
+
+
 if __name__ == "__main__":
     main()
+    write_vectors()

@@ -12,10 +12,10 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Float32
+from jaxtyping import Array, DTypeLike, Float, Float32, PRNGKeyArray
 
 from .._errors import did_you_mean, Message
-from .._formats.base import AbstractFormat, has_offsets, has_zero_points, levels_of
+from .._formats.base import AbstractFormat, AbstractVectorFormat, has_offsets, has_zero_points, levels_of
 from .._mesh import explicit_mesh
 from .._methods import AbsMax, AbstractMethod, HQQ, JointMSE, MSE
 from .._methods.given import GivenScales
@@ -213,6 +213,14 @@ def _mark_rows(x: Array) -> Array:
 @jax.jit
 def _all_finite(x: Array) -> Array:
     return jnp.isfinite(x.astype(jnp.float32)).all()
+
+
+def check_vectors(
+    format: AbstractFormat | None, method: AbstractMethod, key: PRNGKeyArray | None, leaf: str = ""
+) -> None:
+    """Raises if a format of vectors is to round values one by one. Errors begin with the leaf."""
+    if isinstance(format, AbstractVectorFormat) and (key is not None or method.rounds_single_values):
+        format.refuse(leaf)
 
 
 def check_given_scales(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Float32, UInt, UInt8
 
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, packed_length
 from .._numerics import packing
 from .._numerics.axes import as_axes
 from .._numerics.blocks import BlockSize, num_blocks
@@ -56,7 +56,7 @@ class AbstractCodes(AbstractArrayValue):
                 "dimensions. `vmap`, `scan` and `tree_map` map over the first axes in memory, which are those before "
                 "the quantized one: transpose or dequantize first."
             )
-        if self.codes.shape[-1] != packing.packed_length(row_length(self), self.format.bits):
+        if self.codes.shape[-1] != packed_length(self.format, row_length(self)):
             raise ValueError(
                 f"The quantized axis must be whole inside `shard_map`. Got {self.codes.shape[-1]} bytes of the "
                 f"{row_length(self)} codes of a row. Divide another axis, or multiply outside it."

@@ -16,11 +16,11 @@ from jax.interpreters import ad, batching
 from jaxtyping import Array, Float, Float32, UInt, UInt8
 
 from .. import _compat
+from .._formats.base import decode_packed
 from .._formats.layout import has_nested_scales, layout_of, nested_scale_kind
 from .._native import calls
 from .._native.layout import StoredWeight
 from .._native.lowering import lower_on_cpu
-from .._numerics import packing
 from .._numerics.blocks import dequantize_blocks
 from .._numerics.primitives import compile_alone, leading_batching_rule, zero_tangent_jvp
 from .._numerics.scale_bits import clip_finite, scale_to_bits
@@ -54,7 +54,7 @@ def clips(q: AbstractCodes) -> bool:
 
 def dequantize_rows(q: AbstractCodes) -> Float[Array, "*batch length"]:
     """Dequantizes by operations of XLA, with the quantized axis last."""
-    values = q.format.decode(packing.unpack(q.codes, q.format.bits, row_length(q)))
+    values = decode_packed(q.format, q.codes, row_length(q))
     dense = dequantize_blocks(values, q.scale, q.zero_point, q.offset, q.format.block_size)
     if clips(q):
         # A level may lie half a step beyond the range, and rounding may enlarge a scale. Both may overflow.
@@ -105,7 +105,7 @@ def _by_xla(*args: Array, tree: PyTreeDef) -> Array:
 def _native(*args: Array, tree: PyTreeDef) -> Array:
     q: AbstractCodes = jtu.tree_unflatten(tree, args)
     layout = layout_of(q.format, row_length(q), has_decoded_scales(q))
-    if calls.why_not_decode(layout, q.dtype) is not None or q.size == 0:
+    if layout.has_vectors or calls.why_not_decode(layout, q.dtype) is not None or q.size == 0:
         return dequantize_rows(q)
     return calls.decode(as_stored(q), layout, q.dtype, clip=clips(q))
 

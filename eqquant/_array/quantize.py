@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
 from .._errors import FORMAT_KEYWORDS, suggest_keywords
-from .._formats.base import AbstractFormat, as_format, check_codes
+from .._formats.base import AbstractFormat, AbstractVectorFormat, as_format, check_codes, pack_codes
 from .._mesh import explicit_mesh, full_spec, in_auto_mode, on_device
 from .._methods import AbsMax, AbstractMethod, EncodedRows
 from .._methods.encode import quantize_packed
@@ -27,6 +27,7 @@ from .checks import (
     check_finite,
     check_given_scales,
     check_quantizable,
+    check_vectors,
     describe_argument,
     MethodLike,
     suggest_quantized,
@@ -116,6 +117,7 @@ def quantize(
         )
     chosen.check("`x`", checked.shape, axes)
     chosen.check_weight("`x`", checked)
+    check_vectors(format, chosen, key)
     return quantize_array(checked, format, axes, dtype, key, given or chosen)
 
 
@@ -162,6 +164,11 @@ def unpack(q: QuantizedArray) -> UInt8[Array, "..."]:
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"`q` must be a quantized array. Got {describe_argument(q)}. {suggest_quantized(q)}")
     check_leaves(q)
+    if isinstance(q.format, AbstractVectorFormat):
+        raise ValueError(
+            f"`q` must have a code for each value. Got {q.format!r}, whose codes stand for several values. Its packed "
+            "bytes are `q.codes`."
+        )
     return logical_order(packing.unpack(q.codes, q.format.bits, row_length(q)), as_axes(q.axis), q.lengths)
 
 
@@ -224,7 +231,7 @@ def _encode_array(
     encoded = quantize_packed(method, rows, format, chunk) if key is None else None
     if encoded is None:
         encoded = method.quantize_rows(rows, format, key=key, chunk=chunk)
-        encoded = encoded._replace(codes=packing.pack(encoded.codes, format.bits))
+        encoded = encoded._replace(codes=pack_codes(format, encoded.codes))
     lengths = tuple(x.shape[a] for a in axes)
     return _pack_array(encoded, format, as_axis(axes), lengths, x.dtype)
 

@@ -12,11 +12,10 @@ import jax.core
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, segment_length
 from .._mesh import as_spec, explicit_mesh, full_spec, Names, names_in
 from .._numerics.axes import as_axes
 from .._numerics.blocks import num_blocks
-from .._numerics.packing import segment_length
 from .._types import PyTree
 from .codes import AbstractCodes, row_length
 
@@ -34,7 +33,7 @@ def smallest_part(length: int, format: AbstractFormat) -> int:
 
     A per-channel scale is replicated instead. So are the codes of scales that cannot be divided.
     """
-    unit, size = segment_length(format.bits), format.block_size
+    unit, size = segment_length(format), format.block_size
     return math.lcm(unit, size) if isinstance(size, int) and num_blocks(length, size) > 1 else unit
 
 
@@ -55,7 +54,7 @@ def mark_divided_leaves(q: AbstractCodes, parts: int) -> list[bool]:
     scales = blocks > 1 and row_length(q) % parts == 0 and (row_length(q) // parts) % size == 0
 
     def divides_packed(format: AbstractFormat) -> bool:
-        return scales and row_length(q) // parts // size % segment_length(format.bits) == 0
+        return scales and row_length(q) // parts // size % segment_length(format) == 0
 
     def mark(stored: PyTree) -> list[bool]:
         if isinstance(stored, AbstractCodes):

@@ -17,5 +17,14 @@ from .gguf import (
     TQ2_0 as TQ2_0,
 )
 from .integer import Int2 as Int2, Int3 as Int3, Int4 as Int4, Int5 as Int5, Int6 as Int6, Int8 as Int8
+from .iq import (
+    IQ1_M as IQ1_M,
+    IQ1_S as IQ1_S,
+    IQ2_S as IQ2_S,
+    IQ2_XS as IQ2_XS,
+    IQ2_XXS as IQ2_XXS,
+    IQ3_S as IQ3_S,
+    IQ3_XXS as IQ3_XXS,
+)
 from .microscaling import MXFP4 as MXFP4, MXFP8 as MXFP8, NVFP4 as NVFP4
 from .mlx import MLX as MLX

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools as ft
-from typing import ClassVar, get_args, Literal, TYPE_CHECKING
+from typing import ClassVar, get_args, Literal, NoReturn, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -13,8 +13,8 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._errors import check_keywords, did_you_mean
 from .._export import register_export
+from .._numerics import packing
 from .._numerics.blocks import BlockSize
-from .._numerics.packing import num_planes
 from .._numerics.scale_bits import ScaleDtype
 
 
@@ -119,7 +119,7 @@ class AbstractFormat(eqx.Module):
         size = self.block_size
         if size is None or (isinstance(size, str) and size == "tensor"):
             return
-        unit = num_planes(self.bits)
+        unit = packing.num_planes(self.bits)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % unit != 0:
             raise ValueError(
                 f'`block_size` of {name} must be None, "tensor" or a positive multiple of {unit}, so that blocks of '
@@ -187,6 +187,99 @@ class AbstractOffsetFormat(AbstractFormat):
         """Returns the offset of each block, which is subtracted before dividing by the scale."""
 
 
+class AbstractVectorFormat(AbstractFormat):
+    """A format whose codes each stand for several values, as in vector quantization.
+
+    A code is the index of an entry of a grid of vectors, with signs for instance. The format packs rows itself, in
+    segments of `segment` values, and scales are as in any other format. `bits` is how many bits a value takes, roughly.
+
+    A subclass defines `block_size`, `bits`, `segment`, `levels`, `choose_scale`, `packed_length`, `decode_row` and
+    `encode_row`. Kernels look each code up in a table of single values, so products take `xla`.
+    """
+
+    segment: AbstractClassVar[int]
+
+    @property
+    @abc.abstractmethod
+    def levels(self) -> tuple[float, ...]:
+        """The values that one value of a row can take before the scale, sorted."""
+
+    @abc.abstractmethod
+    def packed_length(self, length: int) -> int:
+        """Returns the number of bytes of a row.
+
+        Segments are packed one after another; the last may be shorter.
+        """
+
+    @abc.abstractmethod
+    def decode_row(self, packed: UInt8[Array, "*batch bytes"], length: int) -> Float32[Array, "*batch length"]:
+        """Returns the values of packed rows, before the scale. No bytes may be invalid."""
+
+    @abc.abstractmethod
+    def encode_row(
+        self, values: Float32[Array, "*batch length"], weights: Float32[Array, "*batch length"] | None = None
+    ) -> UInt8[Array, "*batch bytes"]:
+        """Returns the packed codes of the nearest vectors.
+
+        Values are already divided by the scale. `weights` say how much the squared error of each value counts.
+        """
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        self.refuse()
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        self.refuse()
+
+    def refuse(self, leaf: str = "") -> NoReturn:
+        """Raises an error about a use that needs a code for each value.
+
+        It begins with the leaf, if there is one.
+        """
+        raise ValueError(
+            f"{leaf and f'{leaf}: '}`format` must have a code for each value, which is rounded alone here. Got "
+            f"{self!r}, whose codes stand for several values. It takes the methods AbsMax, MSE, JointMSE and HQQ, and "
+            'rounds to nearest; for others take a format such as "q2_k" or "int3".'
+        )
+
+
+def packed_length(format: AbstractFormat, length: int) -> int:
+    """Returns the number of bytes of a row of `length` values."""
+    if isinstance(format, AbstractVectorFormat):
+        return format.packed_length(length)
+    return packing.packed_length(length, format.bits)
+
+
+def segment_length(format: AbstractFormat) -> int:
+    """Returns how many values are packed together. A row can be cut only between segments."""
+    return format.segment if isinstance(format, AbstractVectorFormat) else packing.segment_length(format.bits)
+
+
+def decode_packed(
+    format: AbstractFormat, packed: UInt8[Array, "*batch bytes"], length: int
+) -> Float32[Array, "*batch length"]:
+    """Returns the values of packed rows, before scale and zero point or offset."""
+    if isinstance(format, AbstractVectorFormat):
+        return format.decode_row(packed, length)
+    return format.decode(packing.unpack(packed, format.bits, length))
+
+
+def pack_codes(format: AbstractFormat, codes: UInt8[Array, "*batch codes"]) -> UInt8[Array, "*batch bytes"]:
+    """Packs what a method returned: codes of single values; a vector format has packed its own."""
+    return codes if isinstance(format, AbstractVectorFormat) else packing.pack(codes, format.bits)
+
+
+def round_to_levels(
+    format: AbstractFormat, values: Float32[Array, "*batch length"], weights: Array | None = None
+) -> Float32[Array, "*batch length"]:
+    """Returns the levels of the nearest codes.
+
+    `weights` say how much the squared error of each value counts, for a format of vectors.
+    """
+    if isinstance(format, AbstractVectorFormat):
+        return format.decode_row(format.encode_row(values, weights), values.shape[-1])
+    return format.decode(format.encode(values))
+
+
 def check_stored_float(format: AbstractFormat) -> None:
     """Raises if `scale_dtype` of a format is not one of the choices."""
     if format.scale_dtype not in get_args(StoredFloat):
@@ -240,8 +333,10 @@ def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
 
     **Returns:**
 
-    A float32 and a boolean array of `2**bits` entries each.
+    A float32 and a boolean array of `2**bits` entries each. Of a format of vectors, the levels of all their values.
     """
+    if isinstance(format, AbstractVectorFormat):
+        return np.asarray(format.levels, np.float32), np.ones(len(format.levels), bool)
 
     @jax.jit  # one small program, where each operation would be compiled alone
     def round_trip(codes: UInt8[Array, " codes"]) -> tuple[Array, Array]:
@@ -260,7 +355,7 @@ def check_codes(format: AbstractFormat) -> None:
 
     They would change other codes.
     """
-    if is_ours(format, "encode"):
+    if is_ours(format, "encode") or isinstance(format, AbstractVectorFormat):
         return
     sizes = np.exp2(np.arange(-20, 20, 0.25))
     values = np.concatenate([-sizes, [0], sizes]).astype(np.float32)
@@ -285,6 +380,10 @@ _REMEDIES = {
         f"q{bits}k{size}": f"That names a mix of GGUF's formats for the layers of a model: write 'q{bits}_k'."
         for bits in (2, 3, 4, 5, 6)
         for size in ("s", "m", "l")
+    },
+    **{
+        name: f"That names a mix of GGUF's formats for the layers of a model: write '{name[:3]}_s'."
+        for name in ("iq2m", "iq3m", "iq3xs")
     },
     "tq10": "That is a packing of the values of 'tq2_0' in files.",
 }

@@ -7,7 +7,7 @@ import numpy as np
 
 from .._native.layout import Layout, ScaleKind
 from .._numerics.blocks import num_blocks
-from .base import AbstractFormat, has_offsets, has_zero_points
+from .base import AbstractFormat, AbstractVectorFormat, has_offsets, has_zero_points
 from .floating import FP8
 
 
@@ -21,7 +21,7 @@ def layout_of(format: AbstractFormat, length: int, decoded_scales: bool = False)
         length,
         format.bits,
         max(min(size, length), 1),
-        _table_of(format),
+        _decode_table(format),
         kind or ("float32" if format.scale_format is not None else format.scale_dtype),
         has_zero_points(format),
         has_offsets(format),
@@ -30,8 +30,10 @@ def layout_of(format: AbstractFormat, length: int, decoded_scales: bool = False)
 
 
 @ft.lru_cache(256)
-def _table_of(format: AbstractFormat) -> tuple[float, ...]:
-    """Returns the value of each code."""
+def _decode_table(format: AbstractFormat) -> tuple[float, ...]:
+    """Returns the value of each code; nothing for codes that stand for several values."""
+    if isinstance(format, AbstractVectorFormat):
+        return ()
     decode = jax.jit(lambda codes: format.decode(codes))  # one program compiles sooner than several operations
     with jax.ensure_compile_time_eval():
         return tuple(np.asarray(decode(np.arange(2**format.bits, dtype=np.uint8)), np.float32).tolist())

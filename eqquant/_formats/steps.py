@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._native.steps import float_order, order_to_float, Steps
-from .base import AbstractFormat, is_ours, levels_of
+from .base import AbstractFormat, AbstractVectorFormat, is_ours, levels_of
 
 
 @ft.lru_cache
 def steps_of(format: AbstractFormat) -> Steps | None:
-    """Returns how a format encodes, or `None` for one of a user, which may do anything."""
-    if not is_ours(format, "encode"):
+    """Returns how a format encodes.
+
+    `None` for one of a user, which may do anything, and for a format of vectors.
+    """
+    if not is_ours(format, "encode") or isinstance(format, AbstractVectorFormat):
         return None
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         return _find(format)

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, Float32
 
 from .._array.array import QuantizedArray
-from .._array.dequantize import as_scale_bits, as_stored, split_row_scale
+from .._array.dequantize import as_scale_bits, as_stored, dequantize_rows, split_row_scale
 from .._formats import Int8
 from .._formats.base import has_zero_points
 from .._native import library
@@ -90,6 +90,10 @@ def _run_xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDe
         )
         return y.astype(problem.dtype)
     layout, transpose, precision = problem.layout, problem.transpose, problem.precision
+    if target.platform == "cpu" and layout.has_vectors:
+        dtype = w.dtype if w.dtype.itemsize < x.dtype.itemsize else xla.accumulator(x.dtype)
+        rows, options = dataclasses.replace(w, logical_dtype=dtype), {"transpose": transpose, "precision": precision}
+        return xla_cpu.matmul_vectors(x, rows, dequantize_rows, layout.length, **options)
     if target.platform == "cpu":
         return xla_cpu.matmul(x, as_packed_weight(w), layout, w.dtype, transpose=transpose, precision=precision)
     if _is_eight_bit_per_channel(problem):
@@ -105,6 +109,8 @@ def _run_xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDe
 def xla_operand_type(problem: MatmulProblem, target: TargetDevice) -> codes.OperandType | None:
     """Returns the type in which `xla` multiplies codes by codes, or `None` if it decodes them."""
     if problem.activations is None or problem.transpose or problem.dtype.itemsize > 4:
+        return None
+    if problem.layout.has_vectors or problem.x_layout.has_vectors:
         return None
     return codes.choose_operand_type(problem.x_layout, problem.layout, target)
 
@@ -344,6 +350,8 @@ def refusal_of(target: TargetDevice, problem: MatmulProblem, name: str) -> str |
         return target.no_kernels
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
+    if implementation.platforms and problem.layout.has_vectors:
+        return f"it looks each code up in a table, and a code of {problem.format!r} stands for several values"
     multiplies_codes = implementation.multiplies_codes(problem, target)
     return implementation.refusal(problem if multiplies_codes else decode_activations(problem, target), target)
 

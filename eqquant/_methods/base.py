@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._export import register_export
-from .._formats.base import AbstractFormat, is_ours, Scales
+from .._formats.base import AbstractFormat, AbstractVectorFormat, is_ours, Scales
 from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .fingerprint import check_same_weight
-from .grid import encode_by_chunks, EncodedRows, store
+from .grid import encode_by_chunks, EncodedRows, Grid, store
 from .inputs import check_statistic, InputsError, is_collected, statistic, Statistics
 
 
@@ -43,6 +43,8 @@ class AbstractMethod(eqx.Module):
     inputs: ClassVar[Any] = None
     method: ClassVar["AbstractMethod | None"] = None
     statistic: ClassVar[str | None] = None
+    # Whether it rounds one value after another, so that each must have a code.
+    rounds_single_values: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         fields = [field for field in dataclasses.fields(self) if field.repr and field.name != "inputs"]
@@ -179,7 +181,17 @@ class AbstractScaleMethod(AbstractMethod):
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
     ) -> EncodedRows:
         scale, zero_point = self.choose_for_rows(rows, format, chunk=chunk)
-        return encode_by_chunks(rows, *store(rows, scale, zero_point, format, chunk), format, key, chunk)
+        stored, stored_offset, grid = store(rows, scale, zero_point, format, chunk)
+        grid = self.weigh_vectors(rows, grid, format)
+        return encode_by_chunks(rows, stored, stored_offset, grid, format, key, chunk)
+
+    def weigh_vectors(self, rows: Rows, grid: Grid, format: AbstractFormat) -> Grid:
+        """Returns the grid with the weights of columns, if vectors are chosen by weighted errors."""
+        if self.inputs is None or self.choose_weighted is None or not isinstance(format, AbstractVectorFormat):
+            return grid
+        weights = self._weights_of_columns()
+        weights = weights.reshape(*weights.shape[:-1], *[1] * (rows.ndim - weights.ndim), rows.shape[-1])
+        return grid._replace(weights=jnp.broadcast_to(weights, rows.shape))
 
     def choose_for_rows(
         self, rows: Rows, format: AbstractFormat, *, chunk: int | None = None
@@ -195,8 +207,13 @@ class AbstractScaleMethod(AbstractMethod):
             only_reduces = self.only_reduces and is_ours(format, "choose_scale", "choose_zero_point", "choose_offset")
             chunk = None if only_reduces and in_place else chunk
             return choose_by_blocks(self.choose_scales, rows, format, chunk=chunk)
+        return choose_by_weights(self.choose_weighted, rows, self._weights_of_columns(), format, chunk)
+
+    def _weights_of_columns(self) -> Float32[Array, "*stack length"]:
+        """Returns the mean squares of inputs as weights about one.
+
+        So no weighted square overflows. A column without inputs counts a little.
+        """
         moments = jnp.asarray(statistic(self.inputs, "second_moment"), jnp.float32)
-        # About one, so that no product of a weight and a square overflows. A column without inputs counts a little.
         mean = jnp.mean(moments, axis=-1, keepdims=True)
-        weights = jnp.where(mean > 0, moments / jnp.where(mean > 0, mean, 1), 1) + _DAMPING
-        return choose_by_weights(self.choose_weighted, rows, weights, format, chunk)
+        return jnp.where(mean > 0, moments / jnp.where(mean > 0, mean, 1), 1) + _DAMPING

@@ -14,12 +14,11 @@ from jax.interpreters import ad, batching
 from jaxtyping import Array, Float, UInt8
 
 from .. import _compat
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, pack_codes, packed_length
 from .._formats.steps import steps_of
 from .._native import calls
 from .._native.lowering import lower_on_cpu
 from .._native.steps import Scaling
-from .._numerics import packing
 from .._numerics.batching import map_chunks
 from .._numerics.blocks import divide
 from .._numerics.primitives import compile_alone, leading_batching_rule, zero_tangent_jvp
@@ -44,6 +43,7 @@ def quantize_packed(
         return None
     scale, zero_point = method.choose_for_rows(rows, format, chunk=chunk)
     stored, stored_offset, grid = store(rows, scale, zero_point, format, chunk)
+    grid = method.weigh_vectors(rows, grid, format)
     return EncodedRows(encode_packed(rows, grid, format, chunk), stored, grid.zero_point, stored_offset)
 
 
@@ -59,7 +59,7 @@ def by_xla(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | N
     """Encodes by operations of XLA."""
     rows, grid = jtu.tree_unflatten(tree, args)
     codes = map_chunks(lambda _, x, grid: encode_by(x.astype(jnp.float32), grid, format)[0], chunk, rows, grid)
-    return packing.pack(codes, format.bits)
+    return pack_codes(format, codes)
 
 
 def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> Array:
@@ -77,14 +77,14 @@ def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
     length = rows.shape[-1]
     block_size = length if format.block_size in (None, "tensor") else format.block_size
     shift = None if grid.zero_point is None else grid.zero_point.astype(jnp.float32)
-    out = packing.packed_length(length, format.bits)
+    out = packed_length(format, length)
     return calls.encode(rows, Scaling(divisor, factor, grid.offset, shift), steps, format.bits, block_size, out)
 
 
 def _abstract(*args: Any, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> jax.core.ShapedArray:
     del tree, chunk
     *batch, length = args[0].shape
-    shape = (*batch, packing.packed_length(length, format.bits))
+    shape = (*batch, packed_length(format, length))
     return args[0].update(shape=shape, dtype=jnp.dtype(jnp.uint8), weak_type=False)
 
 

@@ -26,7 +26,7 @@ class GPTQ(AbstractMethod):
 
     Rounds one column after the other, and changes the columns still to come so that they make up for its error.
     `method` chooses the scales from the original weight, so columns may come in any order, and the array need not
-    remember which. Works with every format.
+    remember which. Works with every format whose codes stand for one value.
 
     Columns whose input is always zero are rounded to the nearest code. If the Gram matrix is singular even with its
     damping, the damping grows tenfold until it is not.
@@ -49,6 +49,7 @@ class GPTQ(AbstractMethod):
     order: str | None = eqx.field(static=True)
     method: AbstractScaleMethod
     statistic = "gram"
+    rounds_single_values = True
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt, UInt8
 
-from .._formats.base import AbstractFormat, has_offsets, levels_of, Scales
+from .._formats.base import AbstractFormat, AbstractVectorFormat, has_offsets, levels_of, Scales
 from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import absmax, dequantize_blocks, divide, ends, expand, not_finite, num_blocks
 from .._numerics.scale_bits import bits_to_scale, round_up_from_zero, scale_to_bits
@@ -19,7 +19,7 @@ from .stochastic import move_stochastically
 class EncodedRows(NamedTuple):
     """The result of a method: a code for each value, with the scales and zero points.
 
-    [`eqquant.extend.encode_rows`][] makes it.
+    [`eqquant.extend.encode_rows`][] makes it. A format of vectors packs its own codes, `(*batch, bytes)`.
 
     - `codes`: a code for each value, not packed: uint8 `(*batch, length)`.
     - `scale`: the bits of the scales as the format stores them: unsigned integers `(*batch, blocks)`, or another
@@ -43,6 +43,7 @@ class Grid(NamedTuple):
 
     - `scale`, `stored_scale`: the scales as they were chosen, and as they are stored.
     - `offset`, `stored_offset`: floats that are subtracted before dividing, and added after decoding.
+    - `weights`: how much the squared error of each value counts, for formats of vectors; `None` if all count alike.
     """
 
     scale: Scales
@@ -50,6 +51,7 @@ class Grid(NamedTuple):
     zero_point: UInt8[Array, "*batch blocks"] | None = None
     offset: Scales | None = None
     stored_offset: Scales | None = None
+    weights: Float32[Array, "*batch length"] | None = None
 
 
 # Storing
@@ -173,8 +175,11 @@ def decode_by(
 
 def encode_by(
     values: Float32[Array, "*batch length"], grid: Grid, format: AbstractFormat
-) -> tuple[UInt8[Array, "*batch length"], Float32[Array, "*batch length"]]:
-    """Returns the nearest codes, and the values that were rounded, in units of their scales."""
+) -> tuple[UInt8[Array, "*batch codes"], Float32[Array, "*batch length"]]:
+    """Returns the nearest codes, and the values that were rounded, in units of their scales.
+
+    A format of vectors returns packed codes.
+    """
     per_value = lambda x: expand(x.astype(jnp.float32), format.block_size, values.shape[-1])
     units = values if grid.offset is None else values - per_value(grid.offset)
     # By the stored scales, since decoding multiplies by them.
@@ -183,6 +188,8 @@ def encode_by(
         multiplied = units * per_value(divide(jnp.ones_like(grid.scale), grid.scale))
         divided = jnp.where(per_value(multiplies(grid.scale, grid.stored_scale)), multiplied, divided)
     units = divided if grid.zero_point is None else divided + per_value(grid.zero_point)
+    if isinstance(format, AbstractVectorFormat):
+        return format.encode_row(units, grid.weights), units
     codes = format.encode(units)
     if codes.dtype != jnp.uint8 or codes.shape != units.shape:
         raise TypeError(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, PRNGKeyArray
 
-from .._formats.base import AbstractFormat, AbstractOffsetFormat, Blocks, has_offsets, Scales
+from .._formats.base import AbstractFormat, AbstractOffsetFormat, Blocks, has_offsets, round_to_levels, Scales
 from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import divide, num_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
@@ -112,7 +112,7 @@ def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scale
 def _levels(blocks: Array, scale: Array, offset: Array, format: AbstractFormat) -> Array:
     """Returns the values of the nearest codes."""
     units = divide(blocks - offset[..., None], jnp.broadcast_to(scale[..., None], blocks.shape))
-    return format.decode(format.encode(units))
+    return round_to_levels(format, units)
 
 
 class _Groups(eqx.Module):

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._formats.base import AbstractFormat, AbstractOffsetFormat, Blocks, has_zero_points, levels_of, Scales
+from .._formats.base import (
+    AbstractFormat,
+    AbstractOffsetFormat,
+    AbstractVectorFormat,
+    Blocks,
+    has_zero_points,
+    levels_of,
+    round_to_levels,
+    Scales,
+)
 from .._numerics.batching import Index
 from .._numerics.blocks import divide, minmax
 from .._numerics.scale_bits import round_scale
@@ -30,6 +39,8 @@ _FACTORS = np.concatenate(
     [np.linspace(2.0, 1.2, 5), np.linspace(1.1, 0.7, 48, endpoint=False), np.geomspace(0.7, 1 / 16, 24)]
 ).astype(np.float32)
 _REFITS = 2
+# A format of vectors chooses a scale near the best one, and each of its errors takes a search.
+_FACTORS_OF_VECTORS = np.geomspace(0.6, 1.6, 13).astype(np.float32)
 # The shares of a range's excess length to cut off below; the rest is cut off above.
 _CUT_BELOW = np.linspace(0, 1, 5, dtype=np.float32)
 
@@ -53,7 +64,7 @@ class Search(NamedTuple):
         """Returns the quantized values, in units of the scale times `factor`."""
         values = self.units / factor[..., None]
         if not has_zero_points(self.format):
-            return self.format.decode(self.format.encode(values))
+            return round_to_levels(self.format, values, self.weights)
         return self._levels_about(values, self._zero_point(values))
 
     def errors(self, factor: Array) -> Array:
@@ -111,7 +122,8 @@ def search_least_squares(search: Search) -> Array:
     """
     squared = lambda factor: jnp.sum(search.weigh(jnp.square(search.errors(factor))), axis=-1)
     one = jnp.ones_like(search.scale)
-    best = _least(squared, one, lambda step: search.round_factor(jnp.full_like(one, step)), _FACTORS)
+    factors = _FACTORS_OF_VECTORS if isinstance(search.format, AbstractVectorFormat) else _FACTORS
+    best = _least(squared, one, lambda step: search.round_factor(jnp.full_like(one, step)), factors)
 
     def refit(_: Index, best: Best[Array]) -> Best[Array]:
         levels = search.levels(best[0])

@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     length: int  # codes in a row
     bits: int  # bits of a code, 1 to 8
     block_size: int  # codes that share a scale; `length` if a row has one scale
-    table: tuple[float, ...]  # the value of each of the `2**bits` codes
+    table: tuple[float, ...]  # the value of each of the `2**bits` codes; () if a code stands for several values
     scale: ScaleKind = "float32"
     zero_points: bool = False
     offsets: bool = False
@@ -53,6 +53,11 @@ class Layout(NamedTuple):
         As `_numerics/packing.py` packs them.
         """
         return 8 // (self.bits & -self.bits)  # the lowest set bit is the width of the narrowest part
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether a code stands for several values, so that no kernel reads it."""
+        return not self.table
 
     @property
     def one_scale(self) -> bool:
@@ -80,6 +85,8 @@ class Layout(NamedTuple):
 @ft.lru_cache
 def _kind(table: tuple[float, ...]) -> Kind:
     values = np.asarray(table, np.float32)
+    if not table:
+        return "table"
     if values[0] == np.trunc(values[0]) and (np.diff(values) == 1).all():
         return "integer"
     codes = np.arange(len(values), dtype=np.uint8)

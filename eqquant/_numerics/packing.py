@@ -55,7 +55,7 @@ def pack(codes: UInt8[Array, "*batch length"], bits: int) -> UInt8[Array, "*batc
     if len(widths(bits)) == 1:
         return _pack_one(codes, bits)
     segment = segment_length(bits)
-    return _by_segments(lambda codes: _pack_parts(codes, bits), codes, codes.shape[-1] // segment, segment)
+    return by_segments(lambda codes: _pack_parts(codes, bits), codes, codes.shape[-1] // segment, segment)
 
 
 def unpack(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> UInt8[Array, "*batch length"]:
@@ -67,7 +67,7 @@ def unpack(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> UInt
     size = packed_length(segment, bits)
     # A last segment with as many bytes as a whole one has its layout too.
     unpack_segment = lambda packed: _unpack_parts(packed, bits, segment if packed.shape[-1] == size else rest)
-    return _by_segments(unpack_segment, packed, count, size)[..., :length]
+    return by_segments(unpack_segment, packed, count, size)[..., :length]
 
 
 def unpack_plane(segments: UInt8[Array, "*batch slabs units unit"], plane: int, bits: int) -> UInt8[Array, "..."]:
@@ -90,7 +90,7 @@ def unpack_plane(segments: UInt8[Array, "*batch slabs units unit"], plane: int, 
     return codes  # pyright: ignore[reportReturnType]
 
 
-def _by_segments(function: Callable[[Array], Array], x: Array, count: int, size: int) -> Array:
+def by_segments(function: Callable[[Array], Array], x: Array, count: int, size: int) -> Array:
     """Applies a function to whole segments, and to the shorter last one.
 
     Whole segments are `(*batch, count, size)`.
@@ -126,14 +126,14 @@ def _pack_one(codes: UInt8[Array, "*batch length"], bits: int) -> UInt8[Array, "
     if bits == 8:
         return codes
     segment = segment_length(bits)
-    return _by_segments(lambda codes: _pack_planes(codes, bits), codes, codes.shape[-1] // segment, segment)
+    return by_segments(lambda codes: _pack_planes(codes, bits), codes, codes.shape[-1] // segment, segment)
 
 
 def _unpack_one(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> UInt8[Array, "*batch length"]:
     if bits == 8:
         return packed
     count = length // segment_length(bits)
-    return _by_segments(lambda packed: _unpack_planes(packed, bits), packed, count, PLANE)[..., :length]
+    return by_segments(lambda packed: _unpack_planes(packed, bits), packed, count, PLANE)[..., :length]
 
 
 def _shifts(bits: int, shape: tuple[int, ...]) -> UInt8[Array, "*batch planes plane"]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from .._array.array import is_quantized, QuantizedArray
 from .._array.codes import row_length
 from .._array.straight_through import value_of
-from .._formats.base import AbstractFormat, levels_of
+from .._formats.base import AbstractFormat, AbstractVectorFormat, levels_of
 from .._numerics import packing
 from .._numerics.axes import as_axes, logical_order
 from .._numerics.blocks import dequantize_blocks
@@ -351,6 +351,8 @@ class _TrainableQuantized(eqx.Module):
 def _make_trainable(leaf: Leaf, codes: bool) -> _TrainableFloats | _TrainableQuantized | None:
     """Returns the trainable form of a leaf, or `None` for a leaf that is not trained."""
     x = leaf.value
+    if is_quantized(x) and isinstance(x.format, AbstractVectorFormat):
+        return x.format.refuse(leaf.path) if codes else None
     if is_quantized(x):
         part = _TrainableQuantized(x, packing.unpack(x.codes, x.format.bits, row_length(x)), codes)
         return part if part.start() else None

@@ -12,7 +12,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from rich.progress import track
 
 from .._array.array import QuantizedArray
-from .._array.checks import as_jax_array, as_method, check_dtype, check_finite, MethodLike
+from .._array.checks import as_jax_array, as_method, check_dtype, check_finite, check_vectors, MethodLike
 from .._array.quantize import quantize_array
 from .._array.sharding import leaf_shardings
 from .._array.value import AbstractArrayValue
@@ -143,6 +143,7 @@ def quantize_tree(
         decision = decisions[n]
         same = (id(decision.leaf.value), decision.format, decision.axes, wanted[n], id(decision.method))
         if same not in results:
+            check_vectors(decision.format, methods[n], keys[n], decision.leaf.path)
             encode = (
                 ft.partial(fake_quantize_array, learn_scales=learn_scales, method=methods[n])
                 if simulate
@@ -246,6 +247,7 @@ def quantize_leaf(decision: Decision, method: AbstractMethod, dtype: DTypeLike |
     """Returns one leaf quantized by a method with its statistics. It keeps its sharding."""
     method.check(decision.leaf.path, tuple(decision.leaf.value.shape), decision.axes)
     method.check_weight(decision.leaf.path, decision.leaf.value)
+    check_vectors(decision.format, method, None, decision.leaf.path)
     encode = ft.partial(quantize_array, key=None, method=method)
     return _quantize_leaf(decision, encode, dtype, None)  # pyright: ignore[reportReturnType]
 

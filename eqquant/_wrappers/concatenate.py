@@ -12,8 +12,9 @@ from jaxtyping import Array
 from .._array.array import is_quantized, QuantizedArray
 from .._array.codes import row_length
 from .._array.value import AbstractArrayValue
+from .._formats.base import packed_length, segment_length
 from .._numerics.axes import as_axes
-from .._numerics.packing import pack, segment_length
+from .._numerics.packing import pack
 from .._types import PyTree
 from .mapped import AbstractMappedArray
 
@@ -156,7 +157,7 @@ def _slice_rows(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
             _check_whole(q, at)
     one = not isinstance(block, int)  # each part keeps the one scale of the row
     first, last = (0, 1) if one else (start // block, -(-stop // block))
-    part = slice(start * q.format.bits // 8, -(-stop * q.format.bits // 8))
+    part = slice(packed_length(q.format, start), packed_length(q.format, stop))
 
     def slice_blocks(x: PyTree) -> PyTree:
         if x is None or one:
@@ -179,7 +180,7 @@ def _pack_zero_point(q: QuantizedArray, zero_point: Array | None) -> Array | Non
 
 
 def _check_whole(q: QuantizedArray, at: int) -> None:
-    block, segment = q.format.block_size, segment_length(q.format.bits)
+    block, segment = q.format.block_size, segment_length(q.format)
     if at % segment:
         raise ValueError(f"{q.format!r} packs {segment} codes along axis {q.axis} together, and {at} is no multiple")
     if isinstance(block, int) and at % block:

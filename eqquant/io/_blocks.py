@@ -14,6 +14,7 @@ import numpy as np
 from .. import _formats as formats
 from .._formats.base import AbstractFormat
 from ._bits import flip, join, pack_planes, take_field, unpack_low_first, unpack_planes
+from ._vector_blocks import VECTOR_BLOCK_TYPES, VectorBlockType
 
 
 class Field(NamedTuple):
@@ -134,7 +135,7 @@ _SIX_BITS = Field(("scales", "offsets"), 12, _unpack_six_bits, _pack_six_bits)
 
 # The types that are read and written; every other quantized type is an error that names it. The formats have the same
 # names, but for TQ1_0.
-BLOCK_TYPES = {
+BLOCK_TYPES: dict[str, BlockType | VectorBlockType] = {
     "Q4_0": BlockType(formats.Q4_0(), (_SCALE, _NIBBLES)),
     "Q4_1": BlockType(formats.Q4_1(), (_SCALE, _OFFSET, _NIBBLES)),
     "Q5_0": BlockType(formats.Q5_0(), (_SCALE, _FIFTH_BITS, _NIBBLES)),
@@ -168,4 +169,5 @@ BLOCK_TYPES = {
     "TQ2_0": BlockType(formats.TQ2_0(), (_planes("codes", 64, 2, 32), _SCALE)),
     "MXFP4": BlockType(formats.MXFP4(), (_whole("scale", 1), _NIBBLES)),  # the exponent, E8M0
     "NVFP4": BlockType(formats.NVFP4(), (_whole("scales", 4), _planes("codes", 32, 4, 8))),  # unsigned e4m3
+    **VECTOR_BLOCK_TYPES,
 }

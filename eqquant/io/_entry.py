@@ -17,11 +17,10 @@ from jax.sharding import NamedSharding
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.value import AbstractArrayValue
-from .._formats.base import AbstractFormat, has_offsets, has_zero_points
+from .._formats.base import AbstractFormat, has_offsets, has_zero_points, packed_length
 from .._methods import AbstractMethod
 from .._numerics.axes import as_axes, as_axis
 from .._numerics.blocks import num_blocks
-from .._numerics.packing import packed_length
 from .._tree.leaves import Leaf
 from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
@@ -216,9 +215,9 @@ def _structs(
                 return jnp.zeros((*batch, blocks), _SCALE_BITS[format.scale_dtype])
             return make(format.scale_format, -1, (blocks,), np.dtype(np.float32))
 
-        packed = (*batch, packed_length(blocks, format.bits))
+        packed = (*batch, packed_length(format, blocks))
         zero_point = jnp.zeros(packed, jnp.uint8) if has_zero_points(format) else None
-        codes = jnp.zeros((*batch, packed_length(length, format.bits)), jnp.uint8)
+        codes = jnp.zeros((*batch, packed_length(format, length)), jnp.uint8)
         offset = per_block() if has_offsets(format) else None
         return QuantizedArray(codes, per_block(), zero_point, format, axis, lengths, dtype, offset_bits=offset)
 

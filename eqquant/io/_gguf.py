@@ -93,7 +93,7 @@ class ArrayValue(Sequence[PairItem]):
     def _items(self) -> list[PairItem]:
         if self.kind in SCALARS:
             return np.frombuffer(self.bytes(), SCALARS[self.kind]).tolist()
-        cursor = _Cursor(self._file, self.start)
+        cursor = Cursor(self._file, self.start)
         return [cursor.text(self._what) for _ in range(self._length)]
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ def read(file: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, object]]:
 
     `ValueError` if the file is no GGUF file, or damaged. The message names the file, and the tensor.
     """
-    cursor = _Cursor(file)
+    cursor = Cursor(file)
     if cursor.take(4, "the magic bytes") != MAGIC:
         file.fail("must start with GGUF. Got other bytes.")
     version = cursor.number("<I", "the version")
@@ -159,7 +159,7 @@ def read(file: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, object]]:
     return tensors, metadata
 
 
-class _Cursor:
+class Cursor:
     """Reads forwards, and raises where the file ends."""
 
     def __init__(self, file: MappedFile, at: int = 0) -> None:

@@ -197,7 +197,7 @@ def _shared_length(x: Layout, w: Layout) -> int:
 @ft.lru_cache
 def is_integer(layout: Layout) -> bool:
     """Returns whether the value of every code is an integer that `int8` holds."""
-    if layout.bits == 8:
+    if layout.bits == 8 or layout.has_vectors:
         return layout.kind == "integer"
     table = np.asarray(layout.table)
     return bool((table == np.trunc(table)).all() and np.abs(table).max() <= 127)

@@ -2,11 +2,12 @@
 
 XLA for CPU never fuses a decode into a product, so a loop decodes and multiplies a few rows at a time, and decoded rows
 stay in the cache. It decodes each plane of the packing on its own, and multiplies it by the matching columns of `x`:
-reordering codes takes longer than multiplying them.
+reordering codes takes longer than multiplying them. Codes that stand for several values decode row by row.
 """
 
 import functools as ft
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32
 from ..._native.layout import Layout
 from ..._numerics import packing
 from ..._numerics.blocks import dequantize_values
+from ..._types import PyTree
 from .packed import decode_columns, decode_scale, look_up, PackedWeight
 from .xla import accumulator
 
@@ -43,20 +45,52 @@ def matmul(
 
     - `dtype`: the dtype of the weight. Its values are rounded to this dtype if `x` has a wider one.
     """
-    *batch, n, _ = weight.codes.shape
-    count, wide = math.prod(batch), accumulator(x.dtype)
-    row_bytes = max(layout.length * wide.itemsize, 1)
-    whole = count * n * row_bytes <= ROWS_BYTES
-    rows = n if whole else min(max(ROWS_BYTES * layout.planes // row_bytes, 1), n)
+    wide = accumulator(x.dtype)
     # Values that are rounded to 16 bits must be scaled first. Otherwise it is cheaper to scale the results or `x`.
     round_to = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
     apply_scale = not layout.one_scale or round_to is not None or wide.itemsize > 4 or layout.offsets
-    decoder = _Decoder(layout, wide, round_to, apply_scale, gathers=whole)
+    gathers = _count_bytes(weight, layout.length, wide) <= ROWS_BYTES
+    decoder = _PlaneDecoder(layout, wide, round_to, apply_scale, gathers)
+    return _multiply_by_rows(x, weight, decoder, transpose=transpose, precision=precision)
+
+
+def matmul_vectors(
+    x: Float[Array, "*batch rows inner"],
+    weight: PyTree,
+    decode: Callable[[PyTree], Array],
+    length: int,
+    *,
+    transpose: bool,
+    precision: PrecisionLike,
+) -> Float[Array, "*batch rows outer"]:
+    """As `matmul`, for a weight whose codes stand for several values each.
+
+    **Arguments:**
+
+    - `weight`: a tree with an array `codes`. All its arrays are `(*batch, n, _)`.
+    - `decode`: a function that returns the values of rows, `length` of each.
+    """
+    decoder = _RowDecoder(decode, length, accumulator(x.dtype))
+    return _multiply_by_rows(x, weight, decoder, transpose=transpose, precision=precision)
+
+
+def _multiply_by_rows(
+    x: Float[Array, "*batch rows inner"],
+    weight: PyTree,
+    decoder: "_Decoder",
+    *,
+    transpose: bool,
+    precision: PrecisionLike,
+) -> Float[Array, "*batch rows outer"]:
+    *batch, n, _ = weight.codes.shape
+    count, row_bytes = math.prod(batch), max(decoder.length * decoder.wide.itemsize, 1)
+    whole = _count_bytes(weight, decoder.length, decoder.wide) <= ROWS_BYTES
+    rows = n if whole else min(max(ROWS_BYTES * decoder.parts_of_row // row_bytes, 1), n)
     product = ft.partial(_transposed_product if transpose else _product, decoder, rows, precision)
 
-    def multiply_one(operands: tuple[Array, PackedWeight]) -> Array:
+    def multiply_one(operands: tuple[Array, PyTree]) -> Array:
         x, weight = operands
-        return product(x.astype(wide), weight).astype(x.dtype)
+        return product(x.astype(decoder.wide), weight).astype(x.dtype)
 
     if not batch:
         return multiply_one((x, weight))
@@ -65,14 +99,48 @@ def matmul(
     return y.reshape(*batch, *y.shape[1:])
 
 
-class _Decoder(NamedTuple):
-    """Decodes rows of a weight in parts: planes of whole packed segments, then the remainder."""
+def _count_bytes(weight: PyTree, length: int, wide: np.dtype) -> int:
+    """Returns the bytes of a decoded weight, whose rows have `length` values."""
+    return math.prod(weight.codes.shape[:-1]) * length * wide.itemsize
+
+
+class _RowDecoder(NamedTuple):
+    """Decodes rows as a whole, by a function. Its methods are those of `_PlaneDecoder`."""
+
+    decode_rows: Callable[[PyTree], Array]
+    length: int
+    wide: np.dtype
+    parts_of_row: int = 1
+
+    def decode(self, weight: PyTree) -> list[Float[Array, "rows length"]]:
+        return [self.decode_rows(weight).astype(self.wide)]
+
+    def split(self, x: Float[Array, "m k"]) -> list[Float[Array, "m k"]]:
+        return [x]
+
+    def concatenate(self, parts: list[Float[Array, "m k"]]) -> Float[Array, "m k"]:
+        return parts[0]
+
+    def load_row_scale(self, weight: PyTree) -> None:
+        del weight
+
+
+class _PlaneDecoder(NamedTuple):
+    """Decodes planes of whole packed segments, then the remainder."""
 
     layout: Layout
     wide: np.dtype  # the dtype of values and sums
     round_to: np.dtype | None  # the dtype that values are rounded to first, or `None`
     apply_scale: bool  # if not, the caller multiplies by `load_row_scale`
     gathers: bool  # whether to gather values from a table: half the time to compile, but slower for large weights
+
+    @property
+    def length(self) -> int:
+        return self.layout.length
+
+    @property
+    def parts_of_row(self) -> int:
+        return self.layout.planes
 
     @property
     def run(self) -> int:
@@ -146,13 +214,16 @@ class _Decoder(NamedTuple):
         return (values if self.round_to is None else values.astype(self.round_to)).astype(self.wide)
 
 
+_Decoder = _PlaneDecoder | _RowDecoder
+
+
 def _product(
-    decoder: _Decoder, rows: int, precision: PrecisionLike, x: Float[Array, "m k"], weight: PackedWeight
+    decoder: _Decoder, rows: int, precision: PrecisionLike, x: Float[Array, "m k"], weight: PyTree
 ) -> Float[Array, "m n"]:
     dot = ft.partial(jax.lax.dot_general, precision=precision, preferred_element_type=x.dtype)
     columns = decoder.split(x)
 
-    def multiply(weight: PackedWeight) -> Float[Array, "rows m"]:
+    def multiply(weight: PyTree) -> Float[Array, "rows m"]:
         # With the weight on the left, products with few rows of `x` are faster.
         numbers = (((1,), (1,)), ((), ()))
         return ft.reduce(jnp.add, [dot(w, x, numbers) for w, x in zip(decoder.decode(weight), columns, strict=True)])
@@ -170,13 +241,13 @@ def _product(
 
 
 def _transposed_product(
-    decoder: _Decoder, rows: int, precision: PrecisionLike, x: Float[Array, "m n"], weight: PackedWeight
+    decoder: _Decoder, rows: int, precision: PrecisionLike, x: Float[Array, "m n"], weight: PyTree
 ) -> Float[Array, "m k"]:
     dot = ft.partial(jax.lax.dot_general, precision=precision, preferred_element_type=x.dtype)
     scale = decoder.load_row_scale(weight)
     x = x if scale is None else x * jnp.broadcast_to(scale, x.shape)
 
-    def multiply(x: Float[Array, "m rows"], weight: PackedWeight) -> list[Float[Array, "m _"]]:
+    def multiply(x: Float[Array, "m rows"], weight: PyTree) -> list[Float[Array, "m _"]]:
         return [dot(x, w, (((1,), (0,)), ((), ()))) for w in decoder.decode(weight)]
 
     looped, remainder = _split_steps(weight, rows)
@@ -184,14 +255,14 @@ def _transposed_product(
         return decoder.concatenate(multiply(x, weight))
     looped_rows = looped.codes.shape[0] * rows
     steps = jnp.moveaxis(x[:, :looped_rows].reshape(x.shape[0], looped_rows // rows, rows), 1, 0)
-    total = [jnp.zeros_like(part) for part in decoder.split(jnp.zeros((x.shape[0], decoder.layout.length), x.dtype))]
+    total = [jnp.zeros_like(part) for part in decoder.split(jnp.zeros((x.shape[0], decoder.length), x.dtype))]
     add = lambda total, step: ([t + y for t, y in zip(total, multiply(*step), strict=True)], None)
     total = multiply(x[:, looped_rows:], remainder) if remainder is not None else total
     total, _ = jax.lax.scan(add, total, (steps, looped))
     return decoder.concatenate(total)
 
 
-def _split_steps(weight: PackedWeight, rows: int) -> tuple[PackedWeight | None, PackedWeight | None]:
+def _split_steps(weight: PyTree, rows: int) -> tuple[PyTree, PyTree]:
     """Splits a weight into steps of `rows` rows, if there are several, and a remainder."""
     n = weight.codes.shape[0]
     steps = n // max(rows, 1)

@@ -5,11 +5,13 @@ Every quantized type without a format of ours is an error that names it.
 
 import numpy as np
 
+from .._bits import pack_codes
 from .._blocks import BLOCK_TYPES
 from .._files import Files
 from .._gguf import SIZES
 from .._repack import Nested, Unpacked
 from .._tensors import DTYPES, StoredTensor
+from .._vector_blocks import VectorBlockType
 from .item import Item, plain, unreadable_item, weight
 
 
@@ -36,7 +38,7 @@ def _load(t: StoredTensor) -> Unpacked:
         t.fail(f"It must have values. Got the shape {list(t.shape)}.")
     kind, (block, nbytes) = BLOCK_TYPES[t.dtype], SIZES[t.dtype]
     rows = t.bytes().reshape(-1, t.shape[-1] // block, nbytes)
-    codes = lambda start, stop: kind.read("codes", rows[start:stop]).reshape(stop - start, t.shape[-1])
+    codes = lambda start, stop: kind.read("codes", rows[start:stop]).reshape(stop - start, -1)
 
     def read(part: str) -> np.ndarray:
         return kind.read(part, rows).reshape(*t.shape[:-1], -1)
@@ -56,4 +58,11 @@ def _load(t: StoredTensor) -> Unpacked:
         codes,
         Nested(read("scales"), scale) if "scales" in kind.parts else scale,
         offset=Nested(read("offsets"), -offset) if "offsets" in kind.parts and offset is not None else offset,
+        pack=_copy_packed if isinstance(kind, VectorBlockType) else pack_codes,
     )
+
+
+def _copy_packed(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """Takes codes that are packed already."""
+    del bits
+    out[...] = codes

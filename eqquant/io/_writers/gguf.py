@@ -25,7 +25,7 @@ from .layout import dense, finite_scales, refuse, row_parts, unpack_rows, Writte
 NAME = "gguf"
 FITS = (
     "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 along the last axis, whose length must be a multiple of 32; NVFP4, "
-    "of 64, without a scale for the tensor; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS or TQ2_0, of 256"
+    "of 64, without a scale for the tensor; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, TQ2_0 or another IQ type, of 256"
 )
 # Types that hold the arrays of a format besides its namesake.
 OTHER_TYPES = {"TQ1_0": "TQ2_0"}
@@ -83,7 +83,7 @@ def _blocks(name: str, q: QuantizedArray, kind: str) -> np.ndarray:
     for part, codes in row_parts(q):
         if kind == "TQ1_0" and codes.max(initial=0) > 2:
             raise ValueError(f"{name!r} must be ternary for the type TQ1_0. Got a code of 3.")
-        given = {what: x[part] for what, x in parts.items()} | {"codes": codes.reshape(len(codes), blocks, block)}
+        given = {what: x[part] for what, x in parts.items()} | {"codes": codes.reshape(len(codes), blocks, -1)}
         out[part] = BLOCK_TYPES[kind].pack(given)
     return out
 

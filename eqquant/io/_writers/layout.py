@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from ..._array.array import QuantizedArray
 from ..._array.codes import row_length
 from ..._errors import Message
+from ..._formats.base import AbstractVectorFormat
 from ..._numerics.packing import unpack
 from .._entry import AnyArray
 from .._tensors import NAME_OF, NewTensor
@@ -82,15 +83,16 @@ def unpack_rows(q: QuantizedArray) -> np.ndarray:
 
 
 def row_parts(q: QuantizedArray, at_once: bool = False) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yields the codes of all rows, a few rows at a time."""
+    """Yields the codes of all rows, a few rows at a time.
+
+    Those of a format of vectors stay packed.
+    """
     packed = np.asarray(q.codes).reshape(-1, q.codes.shape[-1])
     step = len(packed) if at_once else max(_CHUNK // max(row_length(q), 1), 1)
     for start in range(0, len(packed), step):
         rows = slice(start, min(start + step, len(packed)))
-        yield (
-            rows,
-            packed[rows] if q.format.bits == 8 else np.asarray(_unpack(packed[rows], q.format.bits, row_length(q))),
-        )
+        as_stored = q.format.bits == 8 or isinstance(q.format, AbstractVectorFormat)
+        yield rows, packed[rows] if as_stored else np.asarray(_unpack(packed[rows], q.format.bits, row_length(q)))
 
 
 def pack_rows(q: QuantizedArray, pack: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

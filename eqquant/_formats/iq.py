@@ -1,0 +1,392 @@
+"""The `IQ` types of GGUF of one to three bits, whose codes stand for eight or four values.
+
+See https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c.
+
+A code is the index of a vector in a grid (`grids.py`), with a sign for each value, or one shift for all. Values are
+small integers; scales are odd multiples of a float16 for 256 weights. All dequantize to the values of ggml.
+"""
+
+import abc
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32, UInt8
+
+from .._numerics import packing
+from .._numerics.blocks import absmean, BlockSize
+from .._numerics.scale_bits import round_up_from_zero, ScaleDtype
+from . import grids
+from .base import AbstractFormat, AbstractVectorFormat, Blocks, Scales
+from .grids import VectorGrid
+
+
+# Codes of each kind: one for some values each.
+_Codes = Mapping[str, Array]
+
+
+class _Odd(AbstractFormat):
+    """Scales: odd multiples of a float16, times `unit`."""
+
+    bits: int = eqx.field(static=True)  # pyright: ignore
+    block_size: BlockSize = eqx.field(static=True)
+    unit: float = eqx.field(static=True)
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
+
+    def choose_scale(self, blocks: Blocks) -> Scales:
+        largest = jnp.max(blocks, axis=-1, initial=0)
+        return round_up_from_zero(largest / (self.unit * (2 ** (self.bits + 1) - 1)), self.scale_dtype)
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return jnp.clip(jnp.round((values / self.unit - 1) / 2), 0, 2**self.bits - 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return (2 * codes.astype(jnp.float32) + 1) * self.unit
+
+
+class Bits(NamedTuple):
+    """Some bits of codes, which are packed together: `bits` from bit `low` on.
+
+    `name` says which codes. There is one for `values` values.
+    """
+
+    name: str
+    bits: int
+    values: int
+    low: int = 0
+
+
+class AbstractGrid(AbstractVectorFormat):
+    """Codes of vectors of a grid, packed part by part in segments of 256 values."""
+
+    block_size: BlockSize = eqx.field(static=True, default=32, init=False)
+    segment = 256
+    grid: ClassVar[VectorGrid]
+    # The codes of a segment, in the order of its bytes.
+    parts: ClassVar[tuple[Bits, ...]]
+    # How many values are encoded together.
+    together: ClassVar[int] = 8
+    # The mean magnitude of the levels at the best scale, of normally distributed values.
+    mean_level: ClassVar[float]
+
+    @abc.abstractmethod
+    def _join(self, codes: _Codes) -> Float32[Array, "*batch values"]:
+        """Returns the values of codes, perhaps with some too many at the end."""
+
+    @abc.abstractmethod
+    def _search(
+        self, values: Float32[Array, "*batch groups together"], weights: Float32[Array, "*batch groups together"] | None
+    ) -> _Codes:
+        """Returns the codes of the nearest vectors."""
+
+    def choose_scale(self, blocks: Blocks) -> Scales:
+        return absmean(blocks) / self.mean_level
+
+    def packed_length(self, length: int) -> int:
+        whole, rest = divmod(length, self.segment)
+        return whole * sum(self._lengths(self.segment)) + sum(self._lengths(rest))
+
+    def decode_row(self, packed: UInt8[Array, "*batch bytes"], length: int) -> Float32[Array, "*batch length"]:
+        count, rest = divmod(length, self.segment)
+        size = self.packed_length(self.segment)
+
+        def decode(packed: UInt8[Array, "*batch bytes"]) -> Float32[Array, "*batch values"]:
+            # A last segment with as many bytes as a whole one is packed in the same way.
+            values = self.segment if packed.shape[-1] == size else rest
+            return self._join(self._unpack(packed, values))[..., :values]
+
+        return packing.by_segments(decode, packed, count, size)[..., :length]
+
+    def encode_row(
+        self, values: Float32[Array, "*batch length"], weights: Float32[Array, "*batch length"] | None = None
+    ) -> UInt8[Array, "*batch bytes"]:
+        *batch, length = values.shape
+        pad = [(0, 0)] * len(batch) + [(0, -length % self.together)]
+        in_groups = lambda x: jnp.pad(x, pad).reshape(*batch, -(-length // self.together), self.together)
+        # Far beyond the levels: sums of squares stay finite.
+        codes = self._search(in_groups(jnp.clip(values, -_FAR, _FAR)), None if weights is None else in_groups(weights))
+        return self._pack(codes, length)
+
+    def _lengths(self, length: int) -> list[int]:
+        """Returns the number of bytes of each part of a segment."""
+        return [packing.packed_length(-(-length // part.values), part.bits) for part in self.parts]
+
+    def _unpack(self, packed: UInt8[Array, "*batch bytes"], length: int) -> _Codes:
+        """Unpacks the codes of a segment of `length` values."""
+        codes: dict[str, Array] = {}
+        start = 0
+        for part, nbytes in zip(self.parts, self._lengths(length), strict=True):
+            stop = start + nbytes
+            bits = packing.unpack(packed[..., start:stop], part.bits, -(-length // part.values)).astype(jnp.int32)
+            codes[part.name] = codes[part.name] | bits << part.low if part.low else bits
+            start = stop
+        return codes
+
+    def _pack(self, codes: _Codes, length: int) -> UInt8[Array, "*batch bytes"]:
+        """Packs the codes of rows of `length` values."""
+        whole, rest = divmod(length, self.segment)
+
+        def pack_part(part: Bits, count: int, size: int, start: int) -> UInt8[Array, "*batch segments bytes"]:
+            bits = codes[part.name] >> part.low & 2**part.bits - 1
+            each, first = -(-size // part.values), start // part.values
+            bits = bits[..., first : first + count * each].astype(jnp.uint8)
+            return packing.pack(bits.reshape(*bits.shape[:-1], count, each), part.bits)
+
+        packed = []
+        for count, size, start in ((whole, self.segment, 0), (1, rest, whole * self.segment)):
+            segments = jnp.concatenate([pack_part(part, count, size, start) for part in self.parts], axis=-1)
+            packed.append(segments.reshape(*segments.shape[:-2], -1 if segments.size else 0))
+        return jnp.concatenate(packed, axis=-1)
+
+
+_FAR = 1e4
+_TILE = 8
+
+
+def _nearest(
+    values: Float32[Array, "*batch groups size"],
+    weights: Float32[Array, "*batch groups size"] | None,
+    vectors: np.ndarray,
+) -> tuple[Int32[Array, "*batch groups"], Float32[Array, "*batch groups"]]:
+    """Returns the index of the nearest of some vectors, and its squared error.
+
+    The error lacks the squares of the values, which are the same for all vectors.
+    """
+    tiles = jnp.asarray(vectors, jnp.float32).reshape(-1, _TILE, vectors.shape[-1])
+    # One long line for each place of a vector: the search is elementwise, and goes over the lines once for each tile.
+    lines = lambda x: jnp.moveaxis(x.reshape(-1, x.shape[-1]), -1, 0)
+    twice = lines(2 * values if weights is None else 2 * values * weights)
+    each = None if weights is None else lines(weights)
+
+    def error(vector: Float32[Array, " size"]) -> Float32[Array, " all"]:
+        if each is None:
+            return jnp.sum(jnp.square(vector)) - sum(vector[n] * twice[n] for n in range(len(vector)))
+        return sum(vector[n] * (vector[n] * each[n] - twice[n]) for n in range(len(vector)))  # pyright: ignore
+
+    def step(best: tuple[Array, Array], tile: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+        index, least = best
+        first, vectors = tile
+        for n in range(_TILE):
+            new = error(vectors[n])
+            index, least = jnp.where(new < least, first + n, index), jnp.minimum(new, least)
+        return (index, least), None
+
+    start = (jnp.zeros(twice.shape[1:], jnp.int32), jnp.full(twice.shape[1:], jnp.inf))
+    firsts = jnp.arange(tiles.shape[0], dtype=jnp.int32) * _TILE
+    index, least = jax.lax.scan(step, start, (firsts, tiles))[0]
+    return index.reshape(values.shape[:-1]), least.reshape(values.shape[:-1])
+
+
+def _take(grid: VectorGrid, index: Int32[Array, "*batch groups"]) -> Int32[Array, "*batch values"]:
+    """Looks vectors up, and lays them end to end.
+
+    A lookup takes XLA on CPU far longer than arithmetic. So it finds a whole vector, as one integer.
+    """
+    words = jnp.asarray(grid.words).at[index].get(mode="clip")
+    digits = words[..., None] >> grid.bits * _places(index.ndim + 1, grid.size) & 2**grid.bits - 1
+    first, step = grid.levels[0], grid.levels[1] - grid.levels[0]
+    values = first + step * digits
+    for number, level in enumerate(grid.levels):
+        if level != first + step * number:  # levels are even steps, but for one
+            values = jnp.where(digits == number, level, values)
+    return values.reshape(*index.shape[:-1], index.shape[-1] * grid.size)
+
+
+def _places(ndim: int, size: int = 8) -> Int32[Array, "..."]:
+    """Returns the numbers from zero on along the last axis."""
+    return jnp.arange(size, dtype=jnp.int32).reshape(*[1] * (ndim - 1), size)
+
+
+class AbstractSigned(AbstractGrid):
+    """Vectors of magnitudes, with eight signs for eight values.
+
+    If `even`, with seven: the number of negative ones is even.
+    """
+
+    even: ClassVar[bool] = False
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        magnitudes = [float(level) for level in self.grid.levels]
+        return (*(-level for level in reversed(magnitudes)), *magnitudes)
+
+    def _join(self, codes: _Codes) -> Float32[Array, "*batch values"]:
+        magnitudes, signs = _take(self.grid, codes["index"]), codes["signs"]
+        if self.even:
+            parity = signs ^ signs >> 4
+            parity = parity ^ parity >> 2
+            signs = signs | ((parity ^ parity >> 1) & 1) << 7
+        negative = (signs[..., None] >> _places(signs.ndim + 1) & 1).reshape(*signs.shape[:-1], signs.shape[-1] * 8)
+        magnitudes, negative = (x[..., : min(magnitudes.shape[-1], negative.shape[-1])] for x in (magnitudes, negative))
+        return jnp.where(negative == 1, -magnitudes, magnitudes).astype(jnp.float32)
+
+    def _search(
+        self, values: Float32[Array, "*batch groups together"], weights: Float32[Array, "*batch groups together"] | None
+    ) -> _Codes:
+        negative, magnitudes = values < 0, jnp.abs(values)
+        if self.even:
+            # The sign that costs least is wrong where it must be.
+            costs = magnitudes if weights is None else magnitudes * weights
+            odd = jnp.sum(negative, axis=-1, keepdims=True) % 2 == 1
+            wrong = odd & (_places(values.ndim) == jnp.argmin(costs, axis=-1, keepdims=True).astype(jnp.int32))
+            negative, magnitudes = negative ^ wrong, jnp.where(wrong, -magnitudes, magnitudes)
+        signs = jnp.sum(negative.astype(jnp.int32) << _places(values.ndim), axis=-1)
+        signs = signs & 127 if self.even else signs
+        *batch, groups, together = values.shape
+        in_vectors = lambda x: x.reshape(*batch, groups * (together // self.grid.size), self.grid.size)
+        each = None if weights is None else in_vectors(weights)
+        return {"index": _nearest(in_vectors(magnitudes), each, self.grid.vectors)[0], "signs": signs}
+
+
+class AbstractShifted(AbstractGrid):
+    """Vectors of -1, 0 and 1, which are all moved by 1/8 up or down.
+
+    Values are eight times as large.
+    """
+
+    grid = grids.IQ1_S
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        return (-9.0, -7.0, -1.0, 1.0, 7.0, 9.0)
+
+    def _join(self, codes: _Codes) -> Float32[Array, "*batch values"]:
+        values, down = 8 * _take(self.grid, codes["index"]), jnp.repeat(codes["down"], self.together, axis=-1)
+        values, down = (x[..., : min(values.shape[-1], down.shape[-1])] for x in (values, down))
+        return (values + jnp.where(down == 1, -1, 1)).astype(jnp.float32)
+
+    def _search(
+        self, values: Float32[Array, "*batch groups together"], weights: Float32[Array, "*batch groups together"] | None
+    ) -> _Codes:
+        *batch, groups, together = values.shape
+        count = together // self.grid.size
+        in_vectors = lambda x: x.reshape(*batch, groups * count, self.grid.size)
+        each = None if weights is None else in_vectors(weights)
+
+        def nearest(shift: int) -> tuple[Array, Array]:
+            index, errors = _nearest(in_vectors(values), each, 8 * self.grid.vectors + np.int8(shift))
+            return index, jnp.sum(errors.reshape(*batch, groups, count), axis=-1)
+
+        (up, error_up), (down, error_down) = nearest(1), nearest(-1)
+        is_down = error_down < error_up
+        index = jnp.where(jnp.repeat(is_down, count, axis=-1), down, up)
+        return {"index": index, "down": is_down.astype(jnp.int32)}
+
+
+class IQ2_XXS(AbstractSigned):
+    r"""GGUF's IQ2_XXS: eight values are one of 256 vectors; 2.0625 bits per weight.
+
+    Vectors hold magnitudes. Eight values have seven signs, and an even number of the eight is negative. Magnitudes are
+    8, 25 and 43. Scales of blocks of 32 have four bits: odd multiples of a float16 for 256 weights. No level is zero.
+
+    **Arguments:** none; the block size is set by definition.
+    """
+
+    bits = 2
+    grid = grids.IQ2_XXS
+    parts = (Bits("index", 8, 8), Bits("signs", 7, 8))
+    even = True
+    mean_level = 17.5
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1 / 8)
+
+
+class IQ2_XS(AbstractSigned):
+    r"""GGUF's IQ2_XS: eight values are one of 512 vectors; 2.3125 bits per weight.
+
+    As [`eqquant.formats.IQ2_XXS`][], with scales of blocks of 16.
+
+    **Arguments:** none; the block size is set by definition.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=16, init=False)
+    bits = 2
+    grid = grids.IQ2_XS
+    parts = (Bits("index", 8, 8), Bits("index", 1, 8, low=8), Bits("signs", 7, 8))
+    even = True
+    mean_level = 17.0
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=16, unit=1 / 8)
+
+
+class IQ2_S(AbstractSigned):
+    r"""GGUF's IQ2_S: eight values are one of 1024 vectors; 2.5625 bits per weight.
+
+    Vectors hold magnitudes, and each value has a sign. Magnitudes are 8, 25 and 43. Scales of blocks of 16 have four
+    bits: odd multiples of a float16 for 256 weights. No level is zero.
+
+    **Arguments:** none; the block size is set by definition.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=16, init=False)
+    bits = 2
+    grid = grids.IQ2_S
+    parts = (Bits("index", 8, 8), Bits("index", 2, 8, low=8), Bits("signs", 8, 8))
+    mean_level = 17.8
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=16, unit=1 / 8)
+
+
+class IQ3_XXS(AbstractSigned):
+    r"""GGUF's IQ3_XXS: four values are one of 256 vectors; 3.0625 bits per weight.
+
+    Vectors hold magnitudes. Eight values have seven signs, and an even number of the eight is negative. Magnitudes are
+    eight integers from 4 to 62. Scales of blocks of 32 have four bits: odd multiples of a float16 for 256 weights. No
+    level is zero.
+
+    **Arguments:** none; the block size is set by definition.
+    """
+
+    bits = 3
+    grid = grids.IQ3_XXS
+    parts = (Bits("index", 8, 4), Bits("signs", 7, 8))
+    even = True
+    mean_level = 21.0
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1 / 4)
+
+
+class IQ3_S(AbstractSigned):
+    r"""GGUF's IQ3_S: four values are one of 512 vectors; 3.4375 bits per weight.
+
+    Vectors hold magnitudes, and each value has a sign. Magnitudes are the odd numbers from 1 to 15. Scales of blocks of
+    32 have four bits: odd multiples of a float16 for 256 weights. No level is zero.
+
+    **Arguments:** none; the block size is set by definition.
+    """
+
+    bits = 3
+    grid = grids.IQ3_S
+    parts = (Bits("index", 8, 4), Bits("index", 1, 4, low=8), Bits("signs", 8, 8))
+    mean_level = 4.9
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1.0)
+
+
+class IQ1_S(AbstractShifted):
+    r"""GGUF's IQ1_S: eight values are one of 2048 vectors; 1.5625 bits per weight.
+
+    Vectors hold -1, 0 and 1. All values of a block of 32 are moved by 1/8, up or down. Scales have three bits: odd
+    multiples of a float16 for 256 weights. No level is zero.
+
+    **Arguments:** none; the block size is set by definition.
+    """
+
+    bits = 1
+    parts = (Bits("index", 8, 8), Bits("index", 3, 8, low=8), Bits("down", 1, 32))
+    together = 32
+    mean_level = 5.2
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=3, block_size=8, unit=1 / 8)
+
+
+class IQ1_M(AbstractShifted):
+    r"""GGUF's IQ1_M: eight values are one of 2048 vectors; 1.75 bits per weight.
+
+    As [`eqquant.formats.IQ1_S`][], with a direction for every eight values, and scales of blocks of 16.
+
+    **Arguments:** none; the block size is set by definition.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=16, init=False)
+    bits = 1
+    parts = (Bits("index", 8, 8), Bits("index", 3, 8, low=8), Bits("down", 1, 8))
+    mean_level = 5.2
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=3, block_size=16, unit=1 / 8)

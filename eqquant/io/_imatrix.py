@@ -1,0 +1,99 @@
+"""Importance matrices of llama.cpp: the mean squares of the inputs of each weight.
+
+https://github.com/ggml-org/llama.cpp/tree/master/tools/imatrix
+
+A GGUF file holds two tensors for a weight, `NAME.in_sum2` and `NAME.counts`: sums of squares, and the number of inputs.
+Weights of experts have a row of each for every expert. The older binary format is
+
+    number of weights: i32
+    weights            length of the name: i32, name, number of calls: i32, number of values: i32, values: f32 each
+
+and perhaps more, where a value is the mean square times the number of calls.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from ._gguf import Cursor, MAGIC, read
+from ._tensors import MappedFile, StoredTensor
+
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+
+
+def read_imatrix(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Returns the importance matrix in a file of llama.cpp, for [`eqquant.MSE`][].
+
+    !!! Example
+
+        ```python
+        imatrix = eqq.io.read_imatrix("imatrix.gguf")
+        weights = {name: checkpoint[name] for name in imatrix}  # a float checkpoint, in GGUF
+        small = eqq.quantize_tree(weights, "iq2_xs", method=eqq.MSE(imatrix))
+        ```
+
+    **Arguments:**
+
+    - `path`: the file, in GGUF or in the older binary format.
+
+    **Returns:**
+
+    A dictionary from the names of weights in GGUF files to float32 mean squares of their inputs, `(features,)`, or
+    `(experts, features)`. An expert without inputs has zeros.
+
+    **Raises:**
+
+    `ValueError` if the file is damaged, or holds no importance matrix.
+    """
+    file = MappedFile(Path(path))
+    found = _from_gguf(file) if file.buffer[:4] == MAGIC else _from_binary(file)
+    for name, squares in found.items():
+        if not (np.isfinite(squares) & (squares >= 0)).all():
+            file.fail(f"must hold squares of the inputs of {name!r}. Got one that is negative, infinite or NaN.")
+    if not found:
+        file.fail("must hold an importance matrix. Got none. `llama-imatrix` writes one.")
+    return found
+
+
+def _from_gguf(file: MappedFile) -> dict[str, np.ndarray]:
+    tensors, _ = read(file)
+    names = [name.removesuffix(_SUMS) for name in tensors if name.endswith(_SUMS)]
+    return {name: _means(tensors[name + _SUMS], tensors.get(name + _COUNTS)) for name in names}
+
+
+def _means(sums: StoredTensor, counts: StoredTensor | None) -> np.ndarray:
+    if counts is None or sums.dtype != "F32" or counts.dtype != "F32":
+        sums.fail("It must come with counts, both of float32.")
+    squares = np.asarray(sums.array(), np.float32)
+    squares = squares.reshape(-1, squares.shape[-1] if squares.ndim and squares.size else 1)
+    number = np.asarray(counts.array(), np.float32).reshape(-1)
+    if len(number) != len(squares):
+        sums.fail(f"It must have a count for each row. Got {len(number)} for {len(squares)} rows.")
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        means = np.where(number[:, None] > 0, squares / number[:, None], 0).astype(np.float32)
+    return means[0] if len(means) == 1 else means
+
+
+def _from_binary(file: MappedFile) -> dict[str, np.ndarray]:
+    cursor, found = Cursor(file), {}
+    number = cursor.number("<i", "the number of weights")
+    if not 0 < number <= file.size // 12:
+        file.fail(f"must be an importance matrix, in GGUF or binary. Got {number} weights in {file.size} bytes.")
+    for _ in range(number):
+        name = cursor.take(_size(cursor, "a name"), "a name").decode(errors="surrogateescape")
+        calls, what = cursor.number("<i", f"the calls of {name!r}"), f"the values of {name!r}"
+        values = np.frombuffer(cursor.take(4 * _size(cursor, what), what), "<f4")
+        if name in found or calls < 0:
+            file.fail(f"must name each weight once, with a number of calls. Got {name!r} and {calls}.")
+        found[name] = (values / np.float32(max(calls, 1))).astype(np.float32)
+    return found
+
+
+def _size(cursor: Cursor, what: str) -> int:
+    """Reads the number of items that follow."""
+    size = cursor.number("<i", f"the length of {what}")
+    if size < 0:
+        cursor.fail(what)
+    return size

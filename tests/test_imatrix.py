@@ -1,0 +1,114 @@
+"""Importance matrices of llama.cpp."""
+
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant.io._tensors import NewTensor
+from eqquant.io._writers import gguf
+
+from .helpers import weights
+
+
+SQUARES = np.arange(1, 257, dtype=np.float32)
+
+
+def write_gguf(path, arrays):
+    tensors = [NewTensor(name, "F32", x.shape, lambda x=x: x) for name, x in arrays.items()]
+    gguf.write(path, tensors, {"general.type": "imatrix"})
+
+
+def binary(*entries, number=None, tail=b""):
+    body = b""
+    for name, calls, values in entries:
+        body += struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, len(values)) + values.tobytes()
+    return struct.pack("<i", len(entries) if number is None else number) + body + tail
+
+
+def test_gguf(tmp_path):
+    arrays = {"a.weight.in_sum2": 10 * SQUARES[None], "a.weight.counts": np.full((1, 1), 10, np.float32)}
+    experts = np.stack([2 * SQUARES, 0 * SQUARES])
+    arrays |= {"b.weight.in_sum2": experts, "b.weight.counts": np.array([[2], [0]], np.float32)}
+    write_gguf(tmp_path / "i.gguf", arrays)
+    found = eqq.io.read_imatrix(tmp_path / "i.gguf")
+    assert [*found] == ["a.weight", "b.weight"]
+    np.testing.assert_array_equal(found["a.weight"], SQUARES)
+    np.testing.assert_array_equal(found["b.weight"], np.stack([SQUARES, 0 * SQUARES]))
+
+
+def test_binary(tmp_path):
+    # Newer programs add the last chunk and the name of the text.
+    for tail in (b"", struct.pack("<ii", 7, 3) + b"txt"):
+        (tmp_path / "i.dat").write_bytes(binary((b"a.weight", 7, 7 * SQUARES), (b"b.weight", 0, SQUARES), tail=tail))
+        found = eqq.io.read_imatrix(tmp_path / "i.dat")
+        assert [*found] == ["a.weight", "b.weight"]
+        for squares in found.values():
+            np.testing.assert_array_equal(squares, SQUARES)
+
+
+def test_weighs_errors(tmp_path, getkey):
+    squares = np.random.default_rng(0).exponential(size=256).astype(np.float32) ** 2
+    (tmp_path / "i.dat").write_bytes(binary((b"blk.0.up.weight", 1, squares)))
+    w = {"blk.0.up.weight": weights(getkey(), (16, 256))}
+    loss = lambda q: float(jnp.sum(squares[None] * (w["blk.0.up.weight"] - q["blk.0.up.weight"].dequantize()) ** 2))
+    imatrix = eqq.io.read_imatrix(tmp_path / "i.dat")
+    for format in ("iq2_xs", "int3"):
+        weighted = eqq.quantize_tree(w, format, method=eqq.MSE(imatrix))
+        assert loss(weighted) < 0.97 * loss(eqq.quantize_tree(w, format, method=eqq.MSE()))
+    with pytest.raises(ValueError, match="must hold statistics of every leaf"):
+        eqq.quantize_tree({"other.weight": w["blk.0.up.weight"]}, "int3", method=eqq.MSE(imatrix))
+
+
+GOOD = binary((b"a", 1, SQUARES))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "hold the number of weights"),
+        (b"12345678", "must be an importance matrix"),
+        (binary(number=0), "must be an importance matrix"),
+        (GOOD[:40], "truncated or damaged"),
+        (binary((b"a", 1, SQUARES), number=3), "3 weights|truncated or damaged"),
+        (binary((b"a", 1, SQUARES), (b"a", 1, SQUARES)), "each weight once"),
+        (binary((b"a", -1, SQUARES)), "a number of calls"),
+        (binary((b"a", 1, -SQUARES)), "squares of the inputs of 'a'"),
+        (binary((b"a", 1, SQUARES * np.nan)), "negative, infinite or NaN"),
+        (struct.pack("<ii", 1, -5) + b"x" * 20, "truncated or damaged"),
+    ],
+)
+def test_damaged(tmp_path, content, message):
+    (tmp_path / "i.dat").write_bytes(content)
+    with pytest.raises(ValueError, match=f"i.dat .*({message})"):
+        eqq.io.read_imatrix(tmp_path / "i.dat")
+
+
+def test_damaged_gguf(tmp_path):
+    path, one = tmp_path / "i.gguf", np.ones((1, 1), np.float32)
+    for arrays, message in (
+        ({"a": SQUARES}, "must hold an importance matrix. Got none"),
+        ({"a.in_sum2": SQUARES[None]}, "'a.in_sum2': It must come with counts"),
+        ({"a.in_sum2": SQUARES.reshape(2, -1), "a.counts": one}, "a count for each row. Got 1 for 2 rows"),
+        ({"a.in_sum2": SQUARES[None] * np.inf, "a.counts": one}, "negative, infinite or NaN"),
+    ):
+        write_gguf(path, arrays)
+        with pytest.raises(ValueError, match=message):
+            eqq.io.read_imatrix(path)
+    with pytest.raises(FileNotFoundError):
+        eqq.io.read_imatrix(tmp_path / "none")
+
+
+def test_any_bytes(tmp_path):
+    rng = np.random.default_rng(0)
+    for n in range(300):
+        damaged = bytearray(GOOD[: rng.integers(0, len(GOOD) + 1)])
+        for at in rng.integers(0, max(len(damaged), 1), min(3, len(damaged))):
+            damaged[at] = rng.integers(0, 256)
+        (tmp_path / f"{n}").write_bytes(damaged)
+        try:
+            eqq.io.read_imatrix(tmp_path / f"{n}")
+        except ValueError:
+            pass

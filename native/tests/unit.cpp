@@ -67,6 +67,7 @@ bool near(double actual, double expected, double bound) {
 }
 
 int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 1 << 12);
   for (const int number : {SIGSEGV, SIGILL, SIGFPE, SIGABRT}) {
     const auto before = signal(number, name_signal);
     if (before != SIG_DFL) signal(number, before);  // the handler of a sanitizer

@@ -76,6 +76,7 @@ int main(int argc, char** argv) {
   add_matmul_tests();
   add_int8_tests();
   add_encode_tests();
+  add_check_tests();
   int ran = 0, failed = 0;
   for (const Test& one : tests)
     for (int i = 0; i < num_isas(); ++i) {

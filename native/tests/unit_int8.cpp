@@ -206,6 +206,21 @@ void add_weights() {
     }
 }
 
+void add_long_blocks() {
+  // Runs of so many codes are added up as integers, two in a step of 1024 codes; and the last block is a part of one.
+  for (const int64_t block : {512, 700})
+    for (const int bits : {4, 8}) {
+      Form form = integers(bits);
+      form.n = 5;
+      form.k = 1300;
+      form.block = block;
+      const std::string name = "blocks of " + to_string(block) + "/" + to_string(bits) + " bits";
+      by_methods(name, form, kSignedCodes);
+      form.zero_points = true;
+      by_methods(name + ", zero points of both", form, kAffineCodes);
+    }
+}
+
 void add_tails() {
   for (const int64_t k : {1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 1100})
     for (const int bits : {4, 8}) {
@@ -365,6 +380,7 @@ void add_infinities() {
 void add_int8_tests() {
   add_kinds();
   add_weights();
+  add_long_blocks();
   add_tails();
   add_layouts();
   add_rounding();

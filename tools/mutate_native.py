@@ -32,7 +32,8 @@ PLACES = (
     r"SOURCE/(\S+?):(\d+):\d+: error",
     r"In function [^\n]*\n\s+inlined from [^\n]* at SOURCE/(\S+?):(\d+)",
 )
-# Insertions of a mutant: where, how many characters are replaced, and by what. `{}` is its number.
+# A mutant: its line with @ at its place, what changes there, and insertions: where, how many characters are replaced,
+# and by what. `{}` is its number.
 Mutant = collections.namedtuple("Mutant", "path line text what edits")
 
 
@@ -58,8 +59,9 @@ def mutants_of(path: str, text: str) -> list[Mutant]:
     code, found = without_comments(text), []
 
     def add(what: str, at: int, *edits: tuple[int, int, str]) -> None:
-        line = text.count("\n", 0, at) + 1
-        found.append(Mutant(path, line, text.splitlines()[line - 1].strip(), what, edits))
+        line, begin = text.count("\n", 0, at) + 1, text.rfind("\n", 0, at) + 1
+        whole = text[begin:at] + "@" + text[at : text.index("\n", at)]
+        found.append(Mutant(path, line, whole.strip(), what, edits))
 
     starts = {m.start() for m in re.finditer(r"^.*$", code, re.M) if COMPILE_TIME.search(m[0])}
     line_start = lambda at: code.rfind("\n", 0, at) + 1
@@ -111,8 +113,9 @@ def write(source: Path, path: str, text: str, mutants: dict[int, Mutant]) -> Non
 class Build:
     """Objects of the kernels and of the tests, kept by what they are made of."""
 
-    def __init__(self, folder: Path, sets: list[str], options: str):
+    def __init__(self, folder: Path, sets: list[str], options: str, sanitize: bool):
         self.folder, self.sets, self.options = folder, sets, options
+        self.sanitizer = " -fsanitize=address" if sanitize else ""
         self.source, self.switches = folder / "source", (NATIVE / "tests" / "mutants.h").read_text()
         shutil.rmtree(self.source, ignore_errors=True)
         shutil.copytree(NATIVE, self.source)
@@ -157,7 +160,7 @@ class Build:
         names = [name for name in self.commands if self.set_of(name) not in self.sets]
         plain = [n for n in names if n.startswith("kernels") and self.set_of(n)]
         objects = {name: self.object(name, original, "")[0] for name in plain}
-        header = f" -include {NATIVE}/tests/mutants.h -Wno-parentheses -w"
+        header = f" -include {NATIVE}/tests/mutants.h -w{self.sanitizer}"
         # Cheap ones first, so that most errors are found soon.
         mutated = sorted((n for n in self.commands if n not in plain), key=lambda n: ("float" in n, "avx512" in n))
         while mutated:
@@ -187,7 +190,17 @@ class Build:
         for program in ("unit", "fuzz"):
             own = [str(o) for n, o in objects.items() if n.startswith(("kernels", program))]
             subprocess.run(
-                ["c++", *self.options.split(), "-o", self.folder / program, switch, *own, "-lpthread"], check=True
+                [
+                    "c++",
+                    *self.options.split(),
+                    *self.sanitizer.split(),
+                    "-o",
+                    self.folder / program,
+                    switch,
+                    *own,
+                    "-lpthread",
+                ],
+                check=True,
             )
 
 
@@ -237,11 +250,12 @@ def main() -> None:
     parser.add_argument("--numbers", nargs="*", type=int, help="of the mutants to run, as printed before")
     parser.add_argument("--problems", default="800", help="of `fuzz`")
     parser.add_argument("--options", default="-O1", help="of the compiler")
+    parser.add_argument("--sanitize", action="store_true", help="also kill what reads or writes beyond an array")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further mutant runs")
     arguments = parser.parse_args()
     folder = arguments.build.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    build = Build(folder, arguments.sets, arguments.options)
+    build = Build(folder, arguments.sets, arguments.options, arguments.sanitize)
     every = [m for path, text in build.originals.items() for m in mutants_of(path, text)]
     every = [m for m in every if m.path.startswith(tuple(f"src/{room}/" for room in arguments.rooms))]
     mutants = dict(enumerate(every))
@@ -250,7 +264,7 @@ def main() -> None:
 
     rules = [line.split(" | ") for line in EQUIVALENT.read_text().splitlines() if line and line[0] != "#"]
     reasons = {i: rule[3] for i, m in mutants.items() for rule in rules
-               if m.path == rule[0] and re.fullmatch(rule[1], m.what) and re.search(rule[2], m.text)}  # fmt: skip
+               if m.path == rule[0] and re.fullmatch(rule[1], m.what) and re.search(rule[2], m.text.replace("@", "", 1))}  # fmt: skip
     reached, seconds = collections.defaultdict(list), {}
     for name in arguments.sets:
         for program in ([str(folder / "unit"), f"on {name}"], [str(folder / "fuzz"), arguments.problems, "0", name]):

@@ -9,6 +9,7 @@ All mutants of some folders are compiled at once, and a variable of the environm
 
 import argparse
 import collections
+import fnmatch
 import hashlib
 import json
 import os
@@ -263,8 +264,8 @@ def main() -> None:
     print(f"{len(every)} mutants, {len(every) - len(mutants)} of which do not compile", flush=True)
 
     rules = [line.split(" | ") for line in EQUIVALENT.read_text().splitlines() if line and line[0] != "#"]
-    reasons = {i: rule[3] for i, m in mutants.items() for rule in rules
-               if m.path == rule[0] and re.fullmatch(rule[1], m.what) and re.search(rule[2], m.text.replace("@", "", 1))}  # fmt: skip
+    reasons = {i: reason for i, m in mutants.items() for path, what, text, reason in rules
+               if fnmatch.fnmatch(m.path, path) and re.fullmatch(what, m.what) and re.search(text, m.text)}  # fmt: skip
     reached, seconds = collections.defaultdict(list), {}
     for name in arguments.sets:
         for program in ([str(folder / "unit"), f"on {name}"], [str(folder / "fuzz"), arguments.problems, "0", name]):
@@ -278,7 +279,7 @@ def main() -> None:
             seconds[tuple(program)] = int(5 * used) + 5
             print(f"{' '.join(program[1:])}: {used:.1f} s", flush=True)
 
-    chosen = [i for i in mutants if i not in reasons]
+    chosen = list(mutants)
     random.Random(arguments.seed).shuffle(chosen)
     chosen = arguments.numbers or chosen[: arguments.sample or None]
     end, counts, room_of = time.time() + 60 * arguments.minutes, collections.Counter(), lambda m: m.path.split("/")[1]
@@ -291,11 +292,11 @@ def main() -> None:
             if not runs(program, seconds[tuple(program)], EQQUANT_MUTANT=str(i)):
                 result = "killed"
                 break
+        if result == "survived" and i in reasons:
+            result = "equivalent"
         counts[room_of(mutant), result] += 1
-        if result != "killed":
+        if result not in ("killed", "equivalent"):
             print(f"{i} {result}: {mutant.path}:{mutant.line}: {mutant.what}: {mutant.text}", flush=True)
-    for i in reasons:
-        counts[room_of(mutants[i]), "equivalent"] += 1
     for (room, result), count in sorted(counts.items()):
         print(f"{room:8} {result:12} {count}")
 

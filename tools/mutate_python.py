@@ -189,9 +189,8 @@ def main() -> None:
     files = [p for room in arguments.rooms for p in sorted((ROOT / "eqquant" / room).rglob("*.py"))]
     every = [(str(p.relative_to(ROOT)), *m) for p in files if arguments.only in str(p) for m in mutants_of(p)]
     rules = [line.split(" | ") for line in EQUIVALENT.read_text().splitlines() if line and line[0] != "#"]
-    equivalent = {m for m in every for rule in rules if m[0] == rule[0] and rule[1] in m[3]}
-    chosen = [m for m in every if m not in equivalent]
-    print(f"{len(every)} mutants, {len(equivalent)} of which change no result", flush=True)
+    chosen = list(every)
+    print(f"{len(every)} mutants", flush=True)
     random.Random(arguments.seed).shuffle(chosen)
     end, counts, healthy = time.time() + 60 * arguments.minutes, collections.Counter(), {}
     chosen = chosen[: arguments.sample or None]
@@ -208,11 +207,13 @@ def main() -> None:
         (copied / path).write_text(mutate(ROOT / path, number))
         result = "survived" if passes(copied, path, healthy[tests]) else "killed"
         shutil.copy(ROOT / path, copied / path)
+        if result == "survived" and any(path == rule[0] and rule[1] in what for rule in rules):
+            result = "equivalent"
         counts[path.split("/")[1], result] += 1
         if result == "survived":
             print(f"survived: {path}:{line}: {what}", flush=True)
     for (room, result), count in sorted(counts.items()):
-        print(f"{room:10} {result:9} {count}")
+        print(f"{room:10} {result:10} {count}")
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def native_sanitized(session: nox.Session) -> None:
     session.run(str(Path(build) / "unit"), external=True)
     session.run(str(Path(build) / "fuzz"), *(session.posargs or ["800"]), external=True)
     seed = str(datetime.datetime.now(datetime.UTC).date().toordinal())  # other cells every day
-    session.run(str(Path(build) / "fuzz"), "grid", "150", seed, external=True)
+    session.run(str(Path(build) / "fuzz"), "grid", "600", seed, external=True)
 
 
 @nox.session

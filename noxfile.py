@@ -6,6 +6,7 @@
 A session runs on the Python that started nox, unless its name or its purpose needs another.
 """
 
+import datetime
 import os
 import re
 import shutil
@@ -159,6 +160,32 @@ def native_sanitized(session: nox.Session) -> None:
     session.run("cmake", "--build", build, "--target", "unit", "fuzz")
     session.run(str(Path(build) / "unit"), external=True)
     session.run(str(Path(build) / "fuzz"), *(session.posargs or ["800"]), external=True)
+    seed = str(datetime.datetime.now(datetime.UTC).date().toordinal())  # other cells every day
+    session.run(str(Path(build) / "fuzz"), "grid", "600", seed, external=True)
+
+
+@nox.session
+def grid(session: nox.Session) -> None:
+    """Runs the native kernels at every pair of two lengths of a product at which they change: `-- 500` for a sample."""
+    session.install("cmake", "ninja")
+    build = session.create_tmp()
+    options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_EMULATE=ON"]
+    session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *options)
+    session.run("cmake", "--build", build, "--target", "fuzz")
+    session.run(str(Path(build) / "fuzz"), "grid", *(session.posargs or ["0"]), external=True)
+
+
+@nox.session(python=OLDEST_PYTHON)
+def mutation(session: nox.Session) -> None:
+    """Breaks native kernels and Python files in small ways, one at a time, and prints what no test notices."""
+    install(session, "tests")
+    install_native(session, required=True)
+    session.install("cmake", "ninja")
+    build = session.create_tmp()
+    day = ("--seed", str(datetime.datetime.now(datetime.UTC).date().toordinal()))  # another sample every day
+    options = session.posargs or [*day, "--minutes", "60"]
+    session.run("python", "-m", "tools.mutate_native", build, *options)
+    session.run("python", "-m", "tools.mutate_python", build, *options)
 
 
 @nox.session

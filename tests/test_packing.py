@@ -74,6 +74,11 @@ def test_planes_of_segments(bits):
         np.testing.assert_array_equal(plane_codes, codes.reshape(2, 3, planes, 64)[:, :, plane])
 
 
+def test_lengths_of_segments():
+    """At multiples of these a row can be cut; bytes stand alone."""
+    assert [packing.segment_length(bits) for bits in range(1, 9)] == [512, 256, 512, 128, 512, 256, 512, 1]
+
+
 def test_layout_of_a_segment():
     codes = np.random.default_rng(0).integers(0, 16, 128).astype(np.uint8)
     words = np.asarray(packing.pack(jnp.asarray(codes), 4))

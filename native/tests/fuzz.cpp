@@ -1,7 +1,8 @@
 // Random small problems of every layout, on every instruction set of this machine, against float64. Built with the
 // sanitizers it also shows that nothing beyond an array is read or written: each has a block of memory of its own size.
 //
-//   fuzz [problems] [seed]
+//   fuzz [problems] [seed] [instruction set]
+//   fuzz grid [cells, 0 for all] [seed] [instruction set]       see `fuzz_grid.h`
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "bounds.h"
 #include "core/matmul.h"
 #include "encode/encode.h"
 
@@ -165,16 +167,33 @@ double scale_at(const Problem& p, int64_t row, int64_t block, bool offset = fals
                             static_cast<float>(outer));
 }
 
+// What the grid (`fuzz_grid.h`) determines of a problem. The rest is random.
+struct Cell {
+  int64_t k, n, m;
+  int bits, values;
+};
+
+void set_cell(const Cell& cell, Problem* p) {
+  p->k = cell.k;
+  p->n = cell.n;
+  p->m = cell.m;
+  p->bits = cell.bits;
+  p->values = cell.values;
+  if (cell.k * cell.n * cell.m > 10000000) p->batch = 1;
+}
+
 struct Made {
   Problem problem;
   std::shared_ptr<void> keep;
-  std::vector<double> expected, magnitude, reach;  // the last: of the largest numbers of both rows
-  double error;                                    // of a plain product in float32: the sum of squares
-  bool integers;                                   // whether the table may be of integers
+  // Of each result: the exact one, sums of magnitudes and of squares of its terms, and the product of the largest
+  // numbers of both rows.
+  std::vector<double> expected, magnitude, squares, reach;
+  double independent;  // how many results have errors of their own; 0 where few numbers decide
+  bool integers;       // whether the table may be of integers
   std::string text;
 };
 
-Made make(Random& random) {
+Made make(Random& random, const Cell* cell = nullptr) {
   Made made;
   Problem& p = made.problem;
   p = Problem{};
@@ -190,6 +209,7 @@ Made make(Random& random) {
                          : below(random, 600);
   p.n = coin(random, 90) ? below(random, 40) : below(random, 300);
   p.k = coin(random, 70) ? below(random, 700) : coin(random) ? 128 * below(random, 9) : below(random, 3000);
+  if (cell != nullptr) set_cell(*cell, &p);
   const int64_t sizes[] = {16, 32, 64, 128, 256, 48, 1 + below(random, 100), p.k, p.k};
   p.block_size = sizes[below(random, 9)];
   if (p.block_size > p.k) p.block_size = p.k;
@@ -201,7 +221,7 @@ Made make(Random& random) {
   p.zero_words = packed_bytes(p.blocks, p.bits);
   p.scale_kind = static_cast<int>(below(random, 7));
   p.x_type = static_cast<int>(below(random, 3));
-  p.transpose = coin(random, 30);
+  p.transpose = coin(random, cell != nullptr ? 50 : 30);
   const bool coded = coin(random, 30), offsets = coin(random, p.bits == 3 ? 50 : 20);
   if (coded) {
     p.scale_bits = 1 + static_cast<int>(below(random, 8));
@@ -327,19 +347,18 @@ Made make(Random& random) {
   p.selected = selects ? a.selected.data.get() : nullptr;
 
   made.expected.assign(p.batch * p.m * outer, 0);
-  made.magnitude.assign(p.batch * p.m * outer, 0);
+  made.magnitude = made.squares = made.expected;
   made.reach.assign(p.batch * p.m * outer, 0);
   double largest = 0;  // of what codes may stand for
   for (int i = 0; i < codes; ++i)
     if (std::isfinite(a.table[i])) largest = std::max<double>(largest, fabs(a.table[i]));
   if (zeros) largest += codes - 1;
-  std::vector<float> plain(p.batch * p.m * outer);
   for (int64_t i = 0; i < static_cast<int64_t>(made.reach.size()) && !p.transpose; ++i) {
     const int64_t b = i / (p.m * p.n), m = i / p.n % p.m, row = matrix_of(p, b) * p.n + i % p.n;
     double most_x = 0, most_w = 0;
     for (int64_t k = 0; k < p.k; ++k) most_x = std::max(most_x, fabs(x[b * p.x_batch + m * p.x_row + k * p.x_column]));
     for (int64_t block = 0; block < p.blocks; ++block) most_w = std::max(most_w, fabs(scale_at(p, row, block)));
-    made.reach[i] = most_x * most_w * largest * (rows ? fabs(a.row_scale[row]) : 1) * sqrt(static_cast<double>(p.k));
+    made.reach[i] = most_x * most_w * largest * (rows ? fabs(a.row_scale[row]) : 1);
   }
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t n = 0; n < p.n; ++n)
@@ -360,16 +379,14 @@ Made make(Random& random) {
           const int64_t at = (b * p.m + m) * outer + (p.transpose ? k : n);
           made.expected[at] += number * w;
           made.magnitude[at] += fabs(number) * size;
-          plain[at] += static_cast<float>(number) * static_cast<float>(w);
+          made.squares[at] += number * size * number * size;
         }
       }
-  // Where few codes are left, all stand for one number, or few numbers of x decide, errors are much the same, and may
-  // all be large.
-  bool alike = true;
-  for (int i = 0; i < codes; ++i) alike = alike && a.table[i] == a.table[0];
-  made.error = (hole && p.bits < 8) || alike || outliers > 0 || hostile > 0 ? INFINITY : 0;
-  for (size_t i = 0; i < plain.size() && std::isfinite(made.error); ++i)
-    made.error += (plain[i] - made.expected[i]) * (plain[i] - made.expected[i]);
+  // Where all codes stand for one number, results of a row of x are alike.
+  bool alike = hole && p.bits < 8;
+  for (int i = 1; i < codes && !alike; ++i) alike = a.table[i] == a.table[0];
+  const int64_t apart = alike ? 1 : p.transpose ? p.blocks : outer;
+  made.independent = outliers > 0 || hostile > 0 ? 0 : static_cast<double>(p.batch * p.m * apart);
   char text[300];
   snprintf(text, sizeof text,
            "batch %ld of %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d of %d bits, %ld x %d transpose %d "
@@ -390,7 +407,11 @@ double result_at(const Problem& p, int64_t at) {
   return two & 0x3ff ? NAN : copysign(INFINITY, two & 0x8000 ? -1 : 1);
 }
 
-// Whether the result of `isa` is right, to a few times what rounding explains.
+int lanes_of(const Isa& isa) {
+  return strcmp(isa.name, "avx2") == 0 ? 8 : strncmp(isa.name, "av", 2) == 0 || strcmp(isa.name, "amx") == 0 ? 16 : 4;
+}
+
+// Whether the result of `isa` is right, within the bounds of `bounds.h`.
 bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
   const Problem& p = made.problem;
   char why[200];
@@ -399,7 +420,12 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
     return false;
   }
   const int64_t outer = p.transpose ? p.k : p.n, inner = p.transpose ? p.n : p.k;
-  double error = 0, reach = 0;
+  const double roundings = float_roundings(p, lanes_of(isa));
+  // With AMX numbers are integers relative to the largest of some, and with VNNI where the weight is of integers.
+  const bool relative =
+      !p.transpose && (strcmp(isa.name, "amx") == 0 || (made.integers && strstr(isa.name, "avx512v") != nullptr));
+  const double of_integers = relative ? integer_error(p.coarse, static_cast<double>(inner)) : 0;
+  double error = 0, mean = 0;
   memset(p.y, 0xff, p.batch * p.y_batch * (p.x_type == kFloat32 ? 4 : 2));  // all NaN
   if (!run_problem(isa, p, pool, threads)) return false;
   for (int64_t b = 0; b < p.batch; ++b)
@@ -418,28 +444,19 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
                  static_cast<long>(i), y, expected, made.text.c_str());
           return false;
         }
-        const double rounding = p.x_type == kFloat32 ? 0
-                              : p.x_type == kFloat16 ? 6e-4 * fabs(expected) + 1e-7
-                                                     : 4.1e-3 * fabs(expected);
+        const double integers = of_integers * made.reach[index], magnitude = made.magnitude[index];
+        const double squares = made.squares[index], rounding = result_rounding(p.x_type, expected);
         error += (y - expected) * (y - expected);
-        // With AMX numbers are integers relative to the largest of some, and with VNNI where the weight is of integers.
-        const bool relative = strcmp(isa.name, "amx") == 0 || (made.integers && strstr(isa.name, "avx512v") != nullptr);
-        const double integers = relative ? (p.coarse ? 8e-5 : 3e-7) * made.reach[index] : 0;
-        reach += integers * integers;
-        if (!(fabs(y - expected) <= 4e-6 * made.magnitude[index] + rounding + integers + 1e-30)) {
+        mean += mean_square(roundings, squares) + integers * integers;
+        const double bound = std::min(most(roundings, magnitude), likely(roundings, squares)) + kSure * integers;
+        if (!(fabs(y - expected) <= bound + rounding + 1e-30)) {
           printf("%s: y[%ld, %ld, %ld] is %.9g, not %.9g (%s)\n", isa.name, static_cast<long>(b), static_cast<long>(m),
                  static_cast<long>(i), y, expected, made.text.c_str());
           return false;
         }
       }
-  // With many results the errors are at most twice the errors of a plain product in float32, which rounds every sum. If
-  // there are few scales, they are much the same where x is scaled first; and transposed, offsets are a sum of their
-  // own.
-  const double most = (p.scale_bits > 0 && p.scale_bits < 3) || (p.offset != nullptr && p.transpose) ? 9 : 4;
-  if (p.x_type == kFloat32 && p.batch * p.m * outer >= 200 && inner >= 16 &&
-      !(error <= most * made.error + reach / 8)) {
-    printf("%s: errors are %.3g times those of a plain product (%s)\n", isa.name, sqrt(error / made.error),
-           made.text.c_str());
+  if (p.x_type == kFloat32 && made.independent > 0 && !(error <= most_of_mean(made.independent) * mean)) {
+    printf("%s: errors are %.3g times what roundings explain (%s)\n", isa.name, sqrt(error / mean), made.text.c_str());
     return false;
   }
   return true;
@@ -528,32 +545,46 @@ bool refuses_faults(const Made& made) {
 #include "fuzz_encode.h"
 #include "fuzz_int8.h"
 
+#include "fuzz_grid.h"
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int64_t problems = argc > 1 ? atoll(argv[1]) : 1000;
+  setvbuf(stdout, nullptr, _IOLBF, 1 << 12);
+  const bool whole_grid = argc > 1 && strcmp(argv[1], "grid") == 0;
+  if (whole_grid) --argc, ++argv;
+  const Grid grid;
+  int64_t problems = argc > 1 ? atoll(argv[1]) : whole_grid ? 0 : 1000;
+  if (whole_grid && (problems == 0 || problems > grid.size())) problems = grid.size();
   Random random(argc > 2 ? atoll(argv[2]) : 0);
+  const std::vector<int64_t> order = whole_grid ? grid.order(random) : std::vector<int64_t>();
+  std::vector<const Isa*> isas;
+  for (int j = 0; j < num_isas(); ++j)
+    if (argc < 4 || strcmp(argv[3], isa_at(j)->name) == 0) isas.push_back(isa_at(j));
   Pool pool(3);
   int64_t wrong = 0;
   for (int64_t i = 0; i < problems && wrong < 10; ++i) {
     const int threads = 1 + static_cast<int>(i / 4 % 4);
+    const Cell some = whole_grid ? grid.cell(order[i]) : Cell(), *cell = whole_grid ? &some : nullptr;
     if (i % 4 == 3) {
-      const MadeEncode made = make_encode(random);
-      for (int j = 0; j < num_isas(); ++j) wrong += !right_encode(*isa_at(j), made);
-    } else if (i % 4 != 1) {
-      const Made made = make(random);
+      const MadeEncode made = make_encode(random, cell);
+      for (const Isa* isa : isas) wrong += !right_encode(*isa, made);
+    }
+    if (whole_grid || i % 2 == 0) {
+      const Made made = make(random, cell);
       wrong += !refuses_faults(made);
-      for (int j = 0; j < num_isas(); ++j) {
-        wrong += !right(*isa_at(j), made, pool, threads);
-        wrong += !decodes(*isa_at(j), made, pool, threads);
+      for (const Isa* isa : isas) {
+        wrong += !right(*isa, made, pool, threads);
+        wrong += !decodes(*isa, made, pool, threads);
       }
-    } else {
-      const MadeInt8 made = make_int8(random);
-      for (int j = 0; j < num_isas(); ++j) wrong += !right_int8(*isa_at(j), made, pool, threads);
+    }
+    if (whole_grid || i % 4 == 1) {
+      const MadeInt8 made = make_int8(random, cell);
+      for (const Isa* isa : isas) wrong += !right_int8(*isa, made, pool, threads);
     }
   }
-  printf("%ld problems on", static_cast<long>(problems));
-  for (int j = 0; j < num_isas(); ++j) printf(" %s", isa_at(j)->name);
+  printf("%ld %s on", static_cast<long>(problems), whole_grid ? "cells of the grid" : "problems");
+  for (const Isa* isa : isas) printf(" %s", isa->name);
   printf(": %ld wrong\n", static_cast<long>(wrong));
-  return wrong > 0;
+  return wrong > 0 || isas.empty();
 }

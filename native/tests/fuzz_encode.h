@@ -24,13 +24,18 @@ int expected_code(const EncodeProblem& p, float value) {
   return code;
 }
 
-MadeEncode make_encode(Random& random) {
+MadeEncode make_encode(Random& random, const Cell* cell = nullptr) {
   MadeEncode made;
   EncodeProblem& p = made.problem;
   p = EncodeProblem{};
   p.bits = 1 + static_cast<int>(below(random, 8));
   p.n = 1 + below(random, 9);
   p.k = 1 + (coin(random) ? below(random, 150) : below(random, 2000));
+  if (cell != nullptr) {
+    p.bits = cell->bits;
+    p.n = cell->n;
+    p.k = cell->k;
+  }
   const int64_t sizes[] = {8, 16, 32, 64, 256, 48, p.k, 1 + below(random, 99)};
   p.block_size = std::min(sizes[below(random, 8)], p.k);
   p.blocks = (p.k + p.block_size - 1) / p.block_size;

@@ -4,18 +4,17 @@
 struct MadeInt8 {
   Int8Problem problem;
   std::shared_ptr<void> keep;
-  std::vector<double> expected, magnitude;
+  std::vector<double> expected, magnitude;  // the latter: the largest partial sum, and how far lanes are apart from it
   std::string text;
 };
 
-MadeInt8 make_int8(Random& random) {
+MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   MadeInt8 made;
   Int8Problem& q = made.problem;
   q = Int8Problem{};
   Problem& p = q.p;
   const int bits[] = {1, 2, 4, 4, 8, 8, 3, 5, 6, 7};
   p.bits = bits[below(random, coin(random) ? 6 : 10)];
-  p.values = p.bits == 8 || is_split(p.bits) ? kValueInteger : kValueTable;
   p.batch = coin(random, 80) ? 1 : below(random, 4);
   p.m = coin(random, 30) ? 1
       : coin(random)     ? below(random, 8)
@@ -28,6 +27,8 @@ MadeInt8 make_int8(Random& random) {
     p.n = below(random, 5);
     p.m = below(random, 7);
   }
+  if (cell != nullptr) set_cell(*cell, &p);
+  p.values = p.bits == 8 || is_split(p.bits) ? kValueInteger : kValueTable;
   const int64_t sizes[] = {16, 32, 64, 128, 256, 48, 1 + below(random, 100), 1 + below(random, 3000), p.k, p.k};
   p.block_size = sizes[below(random, 10)];
   if (p.block_size > p.k) p.block_size = p.k;
@@ -129,6 +130,7 @@ MadeInt8 make_int8(Random& random) {
 
   made.expected.assign(p.batch * p.m * p.n, 0);
   made.magnitude.assign(p.batch * p.m * p.n, 0);
+  std::vector<double> squares = made.expected;
   std::vector<int32_t> x(p.k), w(p.stack * p.n * p.k);
   for (int64_t row = 0; row < p.stack * p.n; ++row)
     for (int64_t k = 0; k < p.k; ++k)
@@ -169,19 +171,22 @@ MadeInt8 make_int8(Random& random) {
       for (int64_t n = 0; n < p.n; ++n)
         for (int64_t block = 0; block < p.blocks && p.k > 0; ++block) {
           const int64_t row = matrix_of(p, b) * p.n + n, end = std::min((block + 1) * p.block_size, p.k);
-          int64_t sum = 0, terms = 0;
+          int64_t sum = 0;
+          double terms = 0;
           for (int64_t k = block * p.block_size; k < end; ++k) {
-            sum += x[k] * w[row * p.k + k];
-            terms += abs(x[k] * w[row * p.k + k]);
+            const int64_t term = x[k] * w[row * p.k + k];
+            sum += term;
+            terms += static_cast<double>(term * term);
           }
           const double s =
               scale_value(p.scale_kind, &a.scale[(row * p.blocks + block) * width]) * (rows ? a.row_scale[row] : 1);
           const int64_t index = (b * p.m + m) * p.n + n;
           made.expected[index] += static_cast<double>(sum) * s * scale;
-          made.magnitude[index] += fabs(static_cast<double>(sum) * s * scale);
-          if (p.blocks > 1 || p.k > 32768) made.magnitude[index] += 0.2 * fabs(static_cast<double>(terms) * s * scale);
+          squares[index] += terms * s * s * scale * scale;
+          made.magnitude[index] = std::max(made.magnitude[index], fabs(made.expected[index]));
         }
     }
+  for (size_t i = 0; i < squares.size() && (p.blocks > 1 || p.k > 32768); ++i) made.magnitude[i] += sqrt(squares[i]);
   char text[300];
   snprintf(text, sizeof text,
            "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d scaled %d affine %d y %d "
@@ -202,6 +207,7 @@ bool right_int8(const Isa& isa, const MadeInt8& made, Pool& pool, int threads) {
   }
   memset(p.y, 0x7e, p.batch * p.y_batch * (p.x_type == kFloat32 ? 4 : 2));  // large numbers: NaN may be right
   if (!run_int8(isa, made.problem, pool, threads)) return false;
+  const double roundings = int8_roundings(p);
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t m = 0; m < p.m; ++m)
       for (int64_t n = 0; n < p.n; ++n) {
@@ -210,11 +216,9 @@ bool right_int8(const Isa& isa, const MadeInt8& made, Pool& pool, int threads) {
         const double expected = made.expected[index];
         if (expected != expected && y != y) continue;
         if (p.x_type == kFloat16 && fabs(expected) > 65000 && fabs(y) > 60000) continue;
-        const double rounding = p.x_type == kFloat32 ? 0
-                              : p.x_type == kFloat16 ? 6e-4 * fabs(expected) + 1e-7
-                                                     : 4.1e-3 * fabs(expected);
-        const double summing = 5e-7 + 2e-9 * static_cast<double>(p.blocks);  // blocks are added up one after the other
-        if (!(fabs(y - expected) <= summing * made.magnitude[index] + rounding + 1e-30)) {
+        const double size = made.magnitude[index],
+                     bound = std::min(most(roundings, size), likely(roundings, size * size));
+        if (!(fabs(y - expected) <= bound + result_rounding(p.x_type, expected) + 1e-30)) {
           printf("%s: y[%ld, %ld, %ld] is %.9g, not %.9g (%s)\n", isa.name, static_cast<long>(b), static_cast<long>(m),
                  static_cast<long>(n), y, expected, made.text.c_str());
           return false;

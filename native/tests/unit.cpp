@@ -67,6 +67,7 @@ bool near(double actual, double expected, double bound) {
 }
 
 int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 1 << 12);
   for (const int number : {SIGSEGV, SIGILL, SIGFPE, SIGABRT}) {
     const auto before = signal(number, name_signal);
     if (before != SIG_DFL) signal(number, before);  // the handler of a sanitizer
@@ -75,6 +76,7 @@ int main(int argc, char** argv) {
   add_matmul_tests();
   add_int8_tests();
   add_encode_tests();
+  add_check_tests();
   int ran = 0, failed = 0;
   for (const Test& one : tests)
     for (int i = 0; i < num_isas(); ++i) {

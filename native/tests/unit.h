@@ -25,5 +25,6 @@ void add_decode_tests();
 void add_matmul_tests();
 void add_int8_tests();
 void add_encode_tests();
+void add_check_tests();
 
 #endif  // EQQUANT_TESTS_UNIT_H_

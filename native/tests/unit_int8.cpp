@@ -206,6 +206,36 @@ void add_weights() {
     }
 }
 
+void add_long_blocks() {
+  // Runs of so many codes are added up as integers, two in a step of 1024 codes; and the last block is a part of one.
+  for (const int64_t block : {512, 700})
+    for (const int bits : {4, 8}) {
+      Form form = integers(bits);
+      form.n = 5;
+      form.k = 1300;
+      form.block = block;
+      const std::string name = "blocks of " + to_string(block) + "/" + to_string(bits) + " bits";
+      by_methods(name, form, kSignedCodes);
+      form.zero_points = true;
+      by_methods(name + ", zero points of both", form, kAffineCodes);
+    }
+  // Blocks whose sums would not fit in 32 bits are added up in parts.
+  Form form = integers();
+  form.n = 2;
+  form.k = 80005;
+  form.block = 40000;
+  by_methods("blocks of 40000", form, kUnsignedCodes);
+  // Whole blocks without padding, but not whole segments.
+  for (const int bits : {1, 2, 4})
+    for (const int64_t block : {16, 32, 64}) {
+      form = integers(bits);
+      form.k = segment_codes(bits) + 64;
+      form.block = block;
+      by_methods("blocks of " + to_string(block) + ", a segment and 64 codes/" + to_string(bits) + " bits", form,
+                 kSignedCodes);
+    }
+}
+
 void add_tails() {
   for (const int64_t k : {1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 1100})
     for (const int bits : {4, 8}) {
@@ -251,6 +281,12 @@ void add_layouts() {
     by_methods(std::string("batch/") + kNames[kind], form, kind);
     by_methods(std::string("selected/") + kNames[kind], form, kind, [](Int8Product& p) { p.selected = {2, -1, 5}; });
   }
+  form.block = form.k;
+  for (const int bits : {4, 8}) {
+    form.bits = bits;
+    by_methods("batch/one scale/" + to_string(bits) + " bits", form, kSignedCodes);
+  }
+  form.block = 32;
   form.bits = 5;
   form.zero_points = true;
   by_methods("selected/5 bits, zero points", form, kAffineCodes, [](Int8Product& p) { p.selected = {2, -1, 5}; });
@@ -312,6 +348,11 @@ void add_rounding() {
     expect_quantized(isa, {1, 3, 5, -1, -3, 253, 254, 300, -255, -257, -1000, 3e38f},
                      {0, 4, 4, 0, -4, 252, 254, 254, -256, -256, -256, 254}, {false, {2}});
   });
+  test("int8/rounding/a scale without an inverse", [](const Isa& isa) {  // which is subnormal: its inverse is infinite
+    const float unit = 0x1p-140f;
+    expect_quantized(isa, {0, unit, -3 * unit, 126 * unit, 1e-30f}, {0, unit, -3 * unit, 126 * unit, 127 * unit},
+                     {false, {unit}});
+  });
   test("int8/rounding/own zero point", [](const Isa& isa) {  // 55 of 255, where the scale is one but for its rounding
     expect_quantized(isa, {-55, 200, 0.75, 1.25, 100.25, -0.75}, {-55, 200, 1, 1, 100, -1}, {true}, 0x1p-22);
   });
@@ -365,6 +406,7 @@ void add_infinities() {
 void add_int8_tests() {
   add_kinds();
   add_weights();
+  add_long_blocks();
   add_tails();
   add_layouts();
   add_rounding();

@@ -259,6 +259,22 @@ def test_tied_weights_are_saved_once_and_stay_tied(getkey, path):
     assert path.stat().st_size < 1.5 * w.nbytes + 3000
 
 
+def test_one_array_within_different_ones(getkey, path):
+    q, order = eqq.quantize(weights(getkey(), (4, 64)), "int4"), jnp.arange(64, dtype=jnp.uint32)
+    tree = {
+        "a": eqq.arrays.RotatedArray(q),
+        "b": q,
+        "c": eqq.arrays.ScaledArray(q, jnp.ones(64)),
+        "d": eqq.arrays.PermutedArray(eqq.arrays.RotatedArray(q, 1), order),
+    }
+    eqq.save(path, tree)
+    loaded = eqq.load(path, skeleton(tree))
+    assert_equal_trees(loaded, tree)
+    assert loaded["a"].array.codes is loaded["c"].array.codes
+    with pytest.raises(ValueError, match=r"d.array.array: .* within RotatedArray\(seed=1.*seed=2"):
+        eqq.load(path, {**tree, "d": eqq.arrays.PermutedArray(eqq.arrays.RotatedArray(q, 2), order)})
+
+
 def test_names_that_read_alike(path):
     trees = [
         {"a.b": jnp.zeros(1), "a": {"b": jnp.ones(1)}},

@@ -72,14 +72,14 @@ def test_files_for_other_libraries(path):
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDER.iterdir()), ids=lambda folder: folder.name)
-def test_shards_and_files_of_equinox(folder):
+def test_shards_and_files_from_equinox(folder):
     expected = folder / "shards.npz"
     assert_holds(eqq.load(folder / "shards"), expected, about=False)
     assert_holds(eqq.load(folder / "shards", template("layouts")), expected)
-    of_equinox = eqx.tree_deserialise_leaves(
+    from_equinox = eqx.tree_deserialise_leaves(
         folder / "layouts.eqx", template("layouts"), eqq.deserialise_filter_spec, is_leaf=eqq.is_quantized
     )
-    assert_holds(of_equinox, expected)
+    assert_holds(from_equinox, expected)
 
 
 def test_another_bit_is_found(tmp_path):

@@ -2,19 +2,19 @@
 
 import functools as ft
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._native.layout import Layout, ScaleKind
 from .._numerics.blocks import num_blocks
+from .._numerics.constants import compute_now
 from .base import AbstractFormat, has_offsets, has_zero_points
 from .floating import FP8
 
 
 @ft.lru_cache(256)
 def layout_of(format: AbstractFormat, length: int, plain_scales: bool = False) -> Layout:
-    with jax.ensure_compile_time_eval():
+    with compute_now():
         table = np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)), np.float32)
     size = length if format.block_size in (None, "tensor") else format.block_size
     kind, nested = None if plain_scales else nested_scale_kind(format, length), None

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._formats.base import AbstractFormat, levels_of
 from .._numerics.blocks import divide
+from .._numerics.constants import compute_now
 from ._result import parameters
 from ._sketch import AbstractSketched
 
@@ -155,7 +156,7 @@ class MSERange(AbstractSketched):
 @ft.lru_cache
 def _ends(format: AbstractFormat) -> tuple[float, float]:
     """Returns the lowest and the highest level of an integer format. Raises if the levels are not whole numbers."""
-    with jax.ensure_compile_time_eval():
+    with compute_now():
         levels, used = levels_of(format)
         bottom, top = float(levels[used].min()), float(levels[used].max())
         values = np.arange(bottom - 2, top + 3, 0.25, dtype=np.float32)

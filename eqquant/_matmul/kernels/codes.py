@@ -19,6 +19,7 @@ from jaxtyping import Array, Float32, Int8, Int32, Num
 from ..._native.layout import Layout
 from ..._numerics import packing
 from ..._numerics.blocks import expand
+from ..._numerics.constants import compute_now
 from .packed import decode_scale, look_up, Packed
 from .target import TargetDevice
 
@@ -208,7 +209,7 @@ def _is_exact(layout: Layout) -> bool:
         if layout.scale not in ("e8m0", "e4m3", "e5m2", "ue4m4"):
             return False
         # A power of two loses nothing.
-        with jax.ensure_compile_time_eval():
+        with compute_now():
             bits = jnp.arange(256, dtype=jnp.uint8)
             scales = scales if layout.scale == "e8m0" else np.asarray(decode_scale(bits, layout.scale), np.float32)
         scales = scales[np.isfinite(scales)]

@@ -2,6 +2,7 @@ import collections
 import datetime
 import gc
 import itertools as it
+import os
 import random
 import traceback
 
@@ -14,6 +15,9 @@ jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for meshes
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+
+# Other processes that tests start compile sooner too.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 COMPILED = pytest.StashKey[list]()
 

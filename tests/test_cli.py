@@ -38,6 +38,15 @@ def checkpoint(tmp_path):
 
 
 @pytest.fixture
+def alike(tmp_path):
+    """Weights of one shape, for which each format and method compiles once."""
+    rng = np.random.default_rng(0)
+    weights = {"a.weight": rng.normal(size=(32, 64)), "b.weight": rng.standard_t(2, size=(32, 64))}
+    save_file({name: w.astype(np.float32) for name, w in weights.items()}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
 def run(capsys):
     def run(*arguments, code=0):
         with pytest.raises(SystemExit) as stopped:
@@ -156,14 +165,14 @@ def test_a_budget_in_the_layouts_of_others(run, checkpoint, tmp_path, to, budget
     assert quantized and 8 * sum(row.nbytes for row in quantized) <= budget * 64 * 64 + 1e4  # and small tables
 
 
-def test_a_budget_takes_a_method(run, checkpoint, tmp_path):
-    for method in ("absmax", "mse", "hqq"):
+def test_a_budget_takes_a_method(run, alike, tmp_path):
+    for method in ("mse", "hqq"):
         out = tmp_path / f"{method}.safetensors"
-        run("quantize", checkpoint, out, "--budget", 4.2, "--method", method)
+        run("quantize", alike, out, "--budget", 4.2, "--method", method)
         report = eqq.summary(eqq.load(out))
         assert 3.2 < report.quantized_bits <= 4.2
-    plan = json.loads(run("plan", checkpoint, "--budget", 4.2, "--method", "mse", "--json"))
-    assert plan["increase"] < json.loads(run("plan", checkpoint, "--budget", 4.2, "--json"))["increase"]
+    plan = json.loads(run("plan", alike, "--budget", 4.2, "--method", "mse", "--json"))
+    assert plan["increase"] < json.loads(run("plan", alike, "--budget", 4.2, "--json"))["increase"]
 
 
 def test_a_budget_is_for_every_weight(run, tmp_path):

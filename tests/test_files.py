@@ -18,6 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._numerics.packing import pack, packed_length
+from eqquant._wrappers.permuted import PermutedArray
+from eqquant._wrappers.rotated import RotatedArray
+from eqquant._wrappers.scaled import ScaledArray
 from eqquant.io._bits import pack_codes, pack_columns, unpack_columns, unpack_low_first
 from eqquant.reference import integer_format
 
@@ -257,6 +260,22 @@ def test_tied_weights_are_saved_once_and_stay_tied(getkey, path):
         assert_equal_trees(loaded, tree)
         assert loaded["embed"].codes is loaded["head"].codes and loaded["b"] is not loaded["c"]
     assert path.stat().st_size < 1.5 * w.nbytes + 3000
+
+
+def test_one_array_within_different_ones(getkey, path):
+    q, order = eqq.quantize(weights(getkey(), (4, 64)), "int4"), jnp.arange(64, dtype=jnp.uint32)
+    tree = {
+        "a": RotatedArray(q),
+        "b": q,
+        "c": ScaledArray(q, jnp.ones(64)),
+        "d": PermutedArray(RotatedArray(q, 1), order),
+    }
+    eqq.save(path, tree)
+    loaded = eqq.load(path, skeleton(tree))
+    assert_equal_trees(loaded, tree)
+    assert loaded["a"].array.codes is loaded["c"].array.codes
+    with pytest.raises(ValueError, match=r"d.array.array: .* within RotatedArray\(seed=1.*seed=2"):
+        eqq.load(path, {**tree, "d": PermutedArray(RotatedArray(q, 2), order)})
 
 
 def test_colliding_names_stay_distinct(path):

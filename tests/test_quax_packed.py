@@ -149,9 +149,19 @@ def test_results_stay_packed(arguments, name, array):
     if isinstance(w, eqq.arrays.ActivationQuantizedArray) and (array, name) not in DENSE:
         close(jax.jit(run)(w, x), with_rounded_inputs(name, w, x))
         return
-    gradient = lambda f, w: jax.grad(lambda x: jnp.sum(jnp.sin(f(w, x))))(x)
-    close(jax.jit(run)(w, x), program(w.dequantize(), x))
-    close(gradient(run, w), gradient(program, w.dequantize()))
+    for found, expected in zip(with_gradient(run, w, x), with_gradient(program, w.dequantize(), x), strict=True):
+        close(found, expected)
+
+
+def with_gradient(f, w, x):
+    """The result of `f`, and a gradient with respect to `x`, in one compiled program."""
+
+    def total(w, x):
+        y = f(w, x)
+        return jnp.sum(jnp.sin(y)), y
+
+    (_, y), gradient = jax.jit(jax.value_and_grad(total, argnums=1, has_aux=True))(w, x)
+    return y, gradient
 
 
 def with_rounded_inputs(name, w, x):

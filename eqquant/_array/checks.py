@@ -21,6 +21,7 @@ from .._methods import AbsMax, AbstractMethod, HQQ, JointMSE, MSE
 from .._methods.given import GivenScales
 from .._numerics.axes import memory_order
 from .._numerics.blocks import divide, expand, not_finite, num_blocks
+from .._numerics.constants import compute_now
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .array import QuantizedArray
 from .value import AbstractArrayValue
@@ -195,7 +196,7 @@ def is_known_not_finite(x: Array) -> bool:
     """Returns whether a concrete array holds a NaN or an infinity in float32."""
     if isinstance(x, jax.core.Tracer):
         return False
-    with jax.ensure_compile_time_eval():  # `x` may be a constant inside a traced function
+    with compute_now():  # `x` may be a constant inside a traced function
         on_one_device = isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 and explicit_mesh(x) is None
         if on_one_device and x.ndim > 0 and x.size > 0 and x.dtype == jnp.float32:
             # A mark for each row: XLA is slow to compile their reduction to one value.
@@ -286,7 +287,7 @@ def _broadcast_given(name: str, value: Array, shape: tuple[int, ...]) -> Array:
 
 def _check_fit(given: GivenScales, rows: Float[Array, "*batch length"], format: AbstractFormat) -> None:
     """Raises for scales that the format cannot store, or that fit another format."""
-    with jax.ensure_compile_time_eval():
+    with compute_now():
         store_error = float(_measure_store_error(given.scale, format))
         clip_error = float(_measure_clip_error(given, rows, format))
     if store_error > _MAX_STORE_ERROR:

@@ -15,6 +15,7 @@ from .._errors import check_keywords, did_you_mean
 from .._export import register_export
 from .._numerics import packing
 from .._numerics.blocks import BlockSize
+from .._numerics.constants import compute_now
 from .._numerics.scale_bits import ScaleDtype
 
 
@@ -344,8 +345,8 @@ def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
         back = format.encode(jnp.where(jnp.isfinite(values), values, 0))
         return values, (back == codes) & jnp.isfinite(values)
 
-    with jax.ensure_compile_time_eval():
-        values, used = round_trip(np.arange(2**format.bits, dtype=np.uint8))
+    with compute_now():
+        values, used = round_trip(jnp.asarray(np.arange(2**format.bits, dtype=np.uint8)))
         return np.asarray(values), np.asarray(used)
 
 
@@ -359,7 +360,7 @@ def check_codes(format: AbstractFormat) -> None:
         return
     sizes = np.exp2(np.arange(-20, 20, 0.25))
     values = np.concatenate([-sizes, [0], sizes]).astype(np.float32)
-    with jax.ensure_compile_time_eval():
+    with compute_now():
         codes = np.asarray(jax.jit(format.encode)(values))
     if (too_large := codes >= 2**format.bits).any():
         raise ValueError(

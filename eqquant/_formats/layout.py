@@ -7,6 +7,7 @@ import numpy as np
 
 from .._native.layout import Layout, ScaleKind
 from .._numerics.blocks import num_blocks
+from .._numerics.constants import compute_now
 from .base import AbstractFormat, AbstractVectorFormat, has_offsets, has_zero_points
 from .floating import FP8
 
@@ -35,7 +36,7 @@ def _decode_table(format: AbstractFormat) -> tuple[float, ...]:
     if isinstance(format, AbstractVectorFormat):
         return ()
     decode = jax.jit(lambda codes: format.decode(codes))  # one program compiles sooner than several operations
-    with jax.ensure_compile_time_eval():
+    with compute_now():
         return tuple(np.asarray(decode(np.arange(2**format.bits, dtype=np.uint8)), np.float32).tolist())
 
 

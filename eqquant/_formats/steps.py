@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._native.steps import float_order, order_to_float, Steps
+from .._numerics.constants import compute_now
 from .base import AbstractFormat, AbstractVectorFormat, is_ours, levels_of
 
 
@@ -18,7 +19,7 @@ def steps_of(format: AbstractFormat) -> Steps | None:
     """
     if not is_ours(format, "encode") or isinstance(format, AbstractVectorFormat):
         return None
-    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with compute_now(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         return _find(format)
 
 

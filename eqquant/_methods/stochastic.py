@@ -3,12 +3,12 @@
 import functools as ft
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
 from .._formats.base import AbstractFormat, levels_of
+from .._numerics.constants import compute_now
 
 
 def move_stochastically(
@@ -80,7 +80,7 @@ def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndar
     codes = codes[np.argsort(levels[codes], kind="stable")]
     codes = codes[np.append(True, np.diff(levels[codes]) > 0)]  # keep one of two zeros
     low, high = levels[codes[:-1]], levels[codes[1:]]
-    with jax.ensure_compile_time_eval():
+    with compute_now():
         nearest = lambda values: levels[np.asarray(format.encode(jnp.asarray(values, jnp.float32)))]
         near = (high - low) / 2**6
         both = (nearest(low + near) == low) & (nearest(high - near) == high)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._formats.base import AbstractFormat, levels_of
 from .._numerics.blocks import divide
+from .._numerics.constants import compute_now
 from ._result import choose_qparams
 from ._sketch import AbstractSketchCalibrator
 
@@ -156,7 +157,7 @@ class MSERange(AbstractSketchCalibrator):
 @ft.lru_cache
 def _find_level_bounds(format: AbstractFormat) -> tuple[float, float]:
     """Returns the lowest and the highest level of an integer format. Raises for other formats."""
-    with jax.ensure_compile_time_eval():
+    with compute_now():
         levels, used = levels_of(format)
         bottom, top = float(levels[used].min()), float(levels[used].max())
         values = np.arange(bottom - 2, top + 3, 0.25, dtype=np.float32)

@@ -48,6 +48,14 @@ def open_replacement(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def stage(whole: contextlib.ExitStack, path: Path, content: bytes) -> None:
+    """Writes a file to the disk now. It moves to `path` at the end of `whole`, if nothing raises until then."""
+    f = whole.enter_context(open_replacement(path))
+    f.write(content)
+    f.flush()
+    os.fsync(f.fileno())
+
+
 @contextlib.contextmanager
 def make_folder(folder: Path) -> Iterator[Path]:
     """Yields the folder to write into.

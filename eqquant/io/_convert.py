@@ -30,7 +30,7 @@ from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import make_quantized_row, make_rows
 from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
-from ._atomic import check_folder, make_folder, open_replacement
+from ._atomic import check_folder, make_folder, stage
 from ._checkpoint import Checkpoint, open
 from ._entry import AnyArray, is_one
 from ._lazy import LazyArray, LazyMapping
@@ -141,15 +141,14 @@ def convert_into(checkpoint: Checkpoint, folder: Path, format: FormatRules | Non
     The folder also gets `config.json` and the files of the tokenizer.
     """
     check_no_others(folder)
-    with make_folder(folder) as into:
-        report = convert(checkpoint, into / FILE, format, **options)
-        files = {name: p.read_bytes() for name, p in _companions(checkpoint, folder).items()}
-        if checkpoint.config:
-            files[CONFIG] = json.dumps(describe_model(checkpoint.config), indent=2).encode()
+    files = {name: p.read_bytes() for name, p in _companions(checkpoint, folder).items()}
+    if checkpoint.config:
+        files[CONFIG] = json.dumps(describe_model(checkpoint.config), indent=2).encode()
+    with contextlib.ExitStack() as whole:
+        into = whole.enter_context(make_folder(folder))
         for name, content in files.items():
-            with open_replacement(into / name) as f:
-                f.write(content)
-    return report
+            stage(whole, into / name, content)
+        return convert(checkpoint, into / FILE, format, **options)
 
 
 def plan(

@@ -98,7 +98,8 @@ def from_stored(x: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.nd
 def leaf_to_json(leaf: SavedLeaf[NewTensor]) -> dict[str, object]:
     entry, out = leaf.entry, dict[str, object](path=leaf.path, keys=list(leaf.keys))
     if leaf.tied_to is not None:
-        return {**out, "tied_to": leaf.tied_to}
+        out |= {"tied_to": leaf.tied_to}
+        return out if entry.within is None else {**out, "within": entry.within}
     out |= {"kind": entry.kind, "dtype": entry.dtype}
     if entry.kind == "scalar":
         return {**out, "value": _scalar_to_json(leaf.value)}
@@ -196,14 +197,14 @@ class _Fields:
         path, keys = self.get("path", str), self.items("keys", str)
         if len(keys) > MAX_KEYS:
             self.fail(f"Got {len(keys)} keys. It must have at most {MAX_KEYS}.")
+        within = self.get("within", str) if "within" in self.fields else None
         if "tied_to" in self.fields:
             first = saved.get(self.get("tied_to", str))
             if first is None:
                 self.fail(f"Got `tied_to` {self.fields['tied_to']!r}, which no leaf before it is.")
-            return dataclasses.replace(first, path=path, keys=keys, tied_to=first.path)
-        entry = self.entry(known)
-        if "within" in self.fields:
-            entry = dataclasses.replace(entry, within=self.get("within", str))
+            entry = dataclasses.replace(first.entry, within=within)
+            return dataclasses.replace(first, path=path, keys=keys, entry=entry, tied_to=first.path)
+        entry = dataclasses.replace(self.entry(known), within=within)
         if entry.kind == "scalar":
             return SavedLeaf(path, keys, entry, {}, value=self.scalar(entry.dtype))
         impl = self.get("impl", str) if entry.kind == "key" else None

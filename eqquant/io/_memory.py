@@ -3,6 +3,7 @@
 JAX takes it over without another copy.
 """
 
+import functools as ft
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -17,8 +18,16 @@ from jax.typing import DTypeLike
 # XLA on CPU takes over memory that starts at a multiple of this, and copies other memory.
 _ALIGNMENT = 64
 _PART = 4 * 2**20
-# NumPy computes and copies without the lock of the interpreter.
-_THREADS = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "eqquant.io")
+
+
+@ft.cache
+def _threads() -> ThreadPoolExecutor:
+    """NumPy computes and copies without the lock of the interpreter."""
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "eqquant.io")
+
+
+if os.name == "posix":
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # the child has no threads of its parent
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
@@ -32,7 +41,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
 def in_threads(function: Callable[[int], None], starts: Iterable[int]) -> None:
     """Calls a function for each start, in several threads. Raises the first error."""
     starts = list(starts)
-    for _ in _THREADS.map(function, starts) if len(starts) > 1 else map(function, starts):
+    for _ in _threads().map(function, starts) if len(starts) > 1 else map(function, starts):
         pass
 
 

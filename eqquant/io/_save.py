@@ -103,7 +103,9 @@ def _plan(tree: PyTree) -> tuple[list[SavedLeaf[NewTensor]], list[NewTensor]]:
     for (leaf, entry), keys in zip(leaves, _nested_keys([leaf for leaf, _ in leaves]), strict=True):
         x, same = leaf.value, identity_key(leaf.value)
         if entry.kind != "scalar" and same in seen:
-            saved.append(dataclasses.replace(seen[same], path=leaf.path, keys=keys, tied_to=seen[same].path))
+            first = seen[same]
+            tied = dataclasses.replace(first.entry, within=entry.within)  # another array of ours may be around it here
+            saved.append(dataclasses.replace(first, path=leaf.path, keys=keys, entry=tied, tied_to=first.path))
             continue
         parts, found = ft.partial(read_parts, x) if isinstance(x, LazyArray) else ft.partial(_parts, x), {}
         struct: PyTree = x.struct if isinstance(x, LazyArray) else x

@@ -64,7 +64,8 @@ def _substitute(head: bytes) -> str | None:
 class MappedFile:
     """A file that is read through a memory map.
 
-    The map ends when the last array that shows it is gone.
+    The map ends when the last array that shows it is gone. A file that became shorter is an error where it is read
+    next; if it becomes shorter during a copy, the system ends the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,9 +76,21 @@ class MappedFile:
         with path.open("rb") as f:
             self.size = f.seek(0, 2)
             # An empty file cannot be mapped.
-            self.buffer: mmap.mmap | bytes = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+            self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if self.size else None
         if (got := _substitute(self.buffer[:_HEAD])) is not None:
             self.fail(f"must be the file itself. Got {got}.")
+
+    @property
+    def buffer(self) -> mmap.mmap | bytes:
+        """All bytes of the file."""
+        if self._map is None:
+            return b""
+        if (size := self._map.size()) < self.size:  # of the file as it is now
+            self.fail(
+                f"must not become shorter while it is open. Got {size} bytes of {self.size}. Open it again once it is "
+                "whole."
+            )
+        return self._map
 
     def fail(self, rule: str) -> NoReturn:
         """Raises a `ValueError` that names the file."""

@@ -14,7 +14,7 @@ from .._errors import did_you_mean, Message
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._types import PyTree
 from . import _safetensors
-from ._atomic import make_folder, open_replacement
+from ._atomic import make_folder, stage
 from ._entry import AnyArray, is_one
 from ._lazy import keep_latest
 from ._safetensors import split
@@ -304,7 +304,7 @@ def _write_folder(
     with contextlib.ExitStack() as whole:
         into = whole.enter_context(make_folder(folder))
         for name, content in files.items():
-            whole.enter_context(open_replacement(into / name)).write(content)
+            stage(whole, into / name, content)
         if shard_nbytes is None:
             _safetensors.write(into / FILE, tensors, metadata)
         else:

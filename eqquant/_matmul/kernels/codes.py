@@ -19,6 +19,7 @@ from jaxtyping import Array, Float32, Int8, Int32, Num
 from ..._native.layout import Layout
 from ..._numerics import packing
 from ..._numerics.blocks import expand
+from ..._numerics.constants import compute_now
 from .packed import decode_scale, look_up, PackedWeight
 from .target import TargetDevice
 
@@ -213,7 +214,7 @@ def _is_exact(layout: Layout) -> bool:
         if layout.scale not in ("e8m0", "e4m3", "e5m2", "ue4m4"):
             return False
         # Powers of two are exact.
-        with jax.ensure_compile_time_eval():
+        with compute_now():
             bits = jnp.arange(256, dtype=jnp.uint8)
             scales = scales if layout.scale == "e8m0" else np.asarray(decode_scale(bits, layout.scale), np.float32)
         scales = scales[np.isfinite(scales)]

@@ -153,7 +153,7 @@ def texts():
 def test_no_name_of_before_is_left():
     rows = list(renamed())
     old = {name for names, _ in rows for name in names}
-    assert {"Use", "SimulatedArray", "select", "io.To", "FloatMastersState", "run_benchmark"} <= old
+    assert {"Use", "SimulatedArray", "select", "io.To", "FloatMastersState", "analysis.run_benchmark"} <= old
     assert not [name for name in old if resolves(name)]
     use = re.compile(rf"\b(?:eqq|eqquant)\.(?:{'|'.join(map(re.escape, sorted(old)))})\b(?!\.py)|(?<![\w-])--to\b")
     found = {path.relative_to(ROOT): use.findall(text) for path, text in texts().items() if path.name != __file__}

@@ -50,20 +50,22 @@ class AbstractCodes(AbstractArrayValue):
     def shape(self) -> tuple[int, ...]:
         """The logical shape, derived from the stored arrays, so that transformations keep it right."""
         check_leaves(self)
-        if self.ndim < -min(as_axes(self.axis)):
+        codes, axes, lengths = self.codes, as_axes(self.axis), self.lengths  # reading a field of a Module takes long
+        ndim, row = codes.ndim - 1 + len(lengths), math.prod(lengths)
+        if ndim < -min(axes):
             raise ValueError(
-                f"The quantized axis must not be mapped over. Got `axis={self.axis}` of an array of {self.ndim} "
+                f"The quantized axis must not be mapped over. Got `axis={self.axis}` of an array of {ndim} "
                 "dimensions. `vmap`, `scan` and `tree_map` map over the first axes in memory, which are those before "
                 "the quantized one: transpose or dequantize first."
             )
-        if self.codes.shape[-1] != packed_length(self.format, row_length(self)):
+        if codes.shape[-1] != packed_length(self.format, row):
             raise ValueError(
-                f"The quantized axis must be whole inside `shard_map`. Got {self.codes.shape[-1]} bytes of the "
-                f"{row_length(self)} codes of a row. Divide another axis, or multiply outside it."
+                f"The quantized axis must be whole inside `shard_map`. Got {codes.shape[-1]} bytes of the {row} codes "
+                "of a row. Divide another axis, or multiply outside it."
             )
-        shape = list(self.codes.shape[:-1])
-        for axis, length in sorted(zip(as_axes(self.axis), self.lengths, strict=True)):
-            shape.insert(len(self.codes.shape) - 1 + len(self.lengths) + axis, length)
+        shape = list(codes.shape[:-1])
+        for axis, length in sorted(zip(axes, lengths, strict=True)):
+            shape.insert(ndim + axis, length)
         return tuple(shape)
 
     @property
@@ -112,7 +114,8 @@ def check_leaves(q: AbstractCodes) -> None:
 
     Dtypes are static, so this costs nothing in `jit`.
     """
-    if q.codes is None:
+    codes, gradient_of = q.codes, q.gradient_of
+    if codes is None:
         raise ValueError(
             "A quantized array must hold its codes. Got one without: a filter for floats, such as "
             "`eqx.filter(model, eqx.is_inexact_array)`, has taken them away. To train quantized arrays, write "
@@ -120,7 +123,7 @@ def check_leaves(q: AbstractCodes) -> None:
             "parts again."
         )
     per_block = {"scale": q.scale_bits, "zero point": q.zero_point_bits, "offset": q.offset_bits}
-    for name, leaf in {"codes": q.codes, **per_block}.items():
+    for name, leaf in {"codes": codes, **per_block}.items():
         dtype = getattr(leaf, "dtype", None)
         if isinstance(leaf, AbstractCodes):
             check_leaves(leaf)
@@ -135,11 +138,11 @@ def check_leaves(q: AbstractCodes) -> None:
                 "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
                 "the result. To change what it dequantizes to, call `q.astype(dtype)` on the array as a whole."
             )
-    ranks = {leaf.ndim for leaf in (q.codes, q.gradient_of) if isinstance(leaf, jax.Array)}
+    ranks = {leaf.ndim for leaf in (codes, gradient_of) if isinstance(leaf, jax.Array)}
     if len(ranks) > 1:
         raise ValueError(
-            f"The leaves of a quantized array must be mapped over together. Got codes of shape {q.codes.shape} "
-            f"and a `gradient_of` of shape {getattr(q.gradient_of, 'shape', None)}: a `scan` or `vmap` took "
+            f"The leaves of a quantized array must be mapped over together. Got codes of shape {codes.shape} "
+            f"and a `gradient_of` of shape {getattr(gradient_of, 'shape', None)}: a `scan` or `vmap` took "
             "only one of them apart. Split the model with `eqx.partition(model, eqx.is_array)`, not with "
             "`eqx.is_inexact_array`, which leaves codes behind."
         )

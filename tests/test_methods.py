@@ -14,6 +14,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqquant as eqq
+from eqquant._formats.base import AbstractVectorFormat
 
 from .helpers import assert_same, FORMATS as CONTRACT, mark_slow, SWEPT_FORMATS
 
@@ -364,6 +365,8 @@ def test_randomness_does_not_depend_on_chunks():
 @pytest.mark.long
 def test_encode_rows_by_hand(contract_row):
     rows, format = heavy((6, 130)), contract_row.format
+    if isinstance(format, AbstractVectorFormat):
+        pytest.skip("rows are packed, and of unknown length")
     scale, zero_point = eqq.extend.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
     encoded = eqq.extend.encode_rows(rows, scale, zero_point, format)
     q = eqq.quantize(rows, format)

@@ -90,6 +90,8 @@ class AbstractGrid(AbstractVectorFormat):
         return whole * sum(self._lengths(self.segment)) + sum(self._lengths(rest))
 
     def decode_row(self, packed: UInt8[Array, "*batch bytes"], length: int) -> Float32[Array, "*batch length"]:
+        if length == 0:
+            return jnp.zeros(packed.shape, jnp.float32)
         count, rest = divmod(length, self.segment)
         size = self.packed_length(self.segment)
 
@@ -138,7 +140,7 @@ class AbstractGrid(AbstractVectorFormat):
         packed = []
         for count, size, start in ((whole, self.segment, 0), (1, rest, whole * self.segment)):
             segments = jnp.concatenate([pack_part(part, count, size, start) for part in self.parts], axis=-1)
-            packed.append(segments.reshape(*segments.shape[:-2], -1 if segments.size else 0))
+            packed.append(segments.reshape(*segments.shape[:-2], segments.shape[-2] * segments.shape[-1]))
         return jnp.concatenate(packed, axis=-1)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from .. import _compat
 from . import views
 from .facts import AbstractFollower, AbstractRun, bind, Data, Fact, Parameter, plain_fact, Result, SeenUse, views_of
-from .loops import run_call, run_cond, run_scan, run_while
+from .loops import run_call, run_cond, run_implementation, run_scan, run_while
 from .products import arrange, Product
 from .views import Joined, View
 
@@ -272,6 +272,7 @@ _INNER = {
         ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"),
         run_call,
     ),
+    "linear_solve": run_implementation,  # of lineax
     "cond": run_cond,
     "while": run_while,
     "scan": run_scan,

@@ -143,6 +143,11 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
         Warns of what is lost by that.
         """
+        if _compat.is_called_by("haliax._src.scan", "select_0th"):  # it would end in "Too many leaves for PyTreeDef"
+            raise TypeError(
+                f"`fold` and `scan` of haliax take quantized layers under `quaxify` alone. Got {a_type(self)} of shape "
+                f"{self.shape}. Write `eqq.quaxify(lambda model, x: model.fold(x))(model, x)`."
+            )
         if lost := _lost_in_jax(self):
             warnings.warn(
                 f"A function of JAX gets the dense weight of {a_type(self)} of shape {self.shape}, so {lost}. Write "

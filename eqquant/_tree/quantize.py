@@ -316,8 +316,11 @@ def plan_tree(
 
 
 def _show_method(method: AbstractMethod, path: str) -> str:
-    """Returns the end of a reason: the method, if it is not the default, and why a leaf gets it without statistics."""
+    """Returns the end of a reason: the method, if it is not the default, and what its statistics of the leaf lack."""
     note = unused_note(method, path)
     own = method if note is None else method.for_leaf(path)
-    named = "" if own == AbsMax() and note is None else f", by {type(own).__name__}"
-    return named if note is None else f"; {note}{named}"
+    if note is not None:
+        return f"; {note}, by {type(own).__name__}"
+    seen = method.statistics_for(path)
+    remark = f" ({seen.note})" if seen is not None and seen.note else ""
+    return "" if own == AbsMax() else f", by {type(own).__name__}{remark}"

@@ -76,8 +76,9 @@ class Sums:
         """Lets the calibrators observe the rows that wait."""
         waiting, self.waiting = self.waiting, {}
         for number, rows in waiting.items():
-            if self.calibrators is not None:
-                self.calibrators[number] = self.calibrators[number].update(np.concatenate(rows))
+            values = np.concatenate(rows)
+            if self.calibrators is not None and values.size:  # an expert may have seen none of this batch
+                self.calibrators[number] = self.calibrators[number].update(values)
 
     def _compare(self, numbers: np.ndarray, values: np.ndarray, moments: Moments) -> Moments:
         """Keeps rows, or adds their products with the rows that were kept to the moments."""

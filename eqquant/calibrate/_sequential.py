@@ -17,7 +17,7 @@ from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import as_method, check_dtype
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
-from .._methods.inputs import InputsError
+from .._methods.inputs import InputsError, share_inputs
 from .._numerics.axes import logical_order, memory_order
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
@@ -352,7 +352,7 @@ def _takes_inputs(method: AbstractMethod) -> bool:
 def _informed(method: AbstractMethod, leaf: Leaf, watch: Watch) -> AbstractMethod:
     if not _takes_inputs(method) or not watch.active:
         return method
-    return dataclasses.replace(method, inputs=stats_of(leaf, watch))  # pyright: ignore[reportCallIssue]
+    return dataclasses.replace(method, inputs=share_inputs(stats_of(leaf, watch)))  # pyright: ignore[reportCallIssue]
 
 
 def _for_layer(method: AbstractMethod, layer: int) -> AbstractMethod:

@@ -150,7 +150,7 @@ def scan_params(params: dict[str, Any], consts: int, carried: int, stacked: int,
     """Returns the parameters of a `scan` with other numbers of operands and results."""
     if "ft_in" not in params:
         return {**params, "num_consts": consts, "num_carry": carried}
-    from jax._src import flattree  # since JAX 0.11
+    from jax._src import flattree  # pyright: ignore[reportAttributeAccessIssue]  # since JAX 0.11
 
     pack = lambda *counts: flattree.pack(tuple(map(flattree.nones, counts)))
     return {**params, "ft_in": pack(consts, carried, stacked), "ft_out": pack(carried, results)}

@@ -17,7 +17,7 @@ from .._array.value import AbstractArrayValue
 from .._types import PyTree
 
 
-Value: TypeAlias = AbstractArrayValue | ArrayLike | jax.ShapeDtypeStruct
+Value: TypeAlias = PyTree  # an array of ours, any other, or the shape and dtype of one
 
 
 class _Program(NamedTuple):

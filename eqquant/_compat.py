@@ -9,16 +9,17 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
 import jax.extend
 import jax.numpy as jnp
+import quax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, mlir
-from jaxtyping import Array, DTypeLike
+from jaxtyping import Array, ArrayLike, DTypeLike
 
 
 _T = TypeVar("_T")
@@ -35,6 +36,7 @@ def _primitive(module: str, name: str) -> Primitive:
         return Primitive(name)
 
 
+jit_p = _primitive("jax._src.pjit", "jit_p")
 name_p = _primitive("jax._src.ad_checkpoint", "name_p")
 remat_p = _primitive("jax._src.ad_checkpoint", "remat_p")
 stop_gradient_p = _primitive("jax._src.ad_util", "stop_gradient_p")
@@ -63,6 +65,16 @@ def jax_array_is_hidden() -> bool:
             return True
         if not module.startswith(("eqquant.", "equinox.", "beartype", "jaxtyping")):
             return False
+        frame = frame.f_back
+    return False
+
+
+def is_called_by(module: str, function: str) -> bool:
+    """Returns whether a function of a module is running now, such as one that needs another error than others."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
+            return True
         frame = frame.f_back
     return False
 
@@ -116,7 +128,7 @@ def result_shape(equation: JaxprEqn) -> tuple[int, ...]:
     return equation.outvars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def bind_equation(equation: JaxprEqn, values: Sequence[Array]) -> list[Array]:
+def bind_equation(equation: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array]:
     """Returns the results of an equation of a traced program."""
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # separate functions before JAX 0.11
@@ -135,6 +147,25 @@ def scan_operands(operands: Sequence[_T], params: dict[str, Any]) -> tuple[list[
     start = params["num_consts"]
     stop = start + params["num_carry"]
     return list(operands[:start]), list(operands[start:stop]), list(operands[stop:])
+
+
+def scan_params(params: dict[str, Any], consts: int, carried: int, stacked: int, results: int) -> dict[str, Any]:
+    """Returns the parameters of a `scan` with other numbers of operands and results."""
+    if "ft_in" not in params:
+        return {**params, "num_consts": consts, "num_carry": carried}
+    from jax._src import flattree  # pyright: ignore[reportAttributeAccessIssue]  # since JAX 0.11
+
+    pack = lambda *counts: flattree.pack(tuple(map(flattree.nones, counts)))
+    return {**params, "ft_in": pack(consts, carried, stacked), "ft_out": pack(carried, results)}
+
+
+def trace_context() -> Hashable:
+    """Returns what JAX's caches of traced functions depend on, besides functions and arguments."""
+    try:
+        from jax._src.config import trace_context as context
+    except ImportError:  # pragma: no cover
+        return object()  # equal to no other
+    return context()
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -306,6 +337,15 @@ def support_custom_vjp_in_quax() -> None:
 
     if "process_custom_vjp_call" not in vars(_QuaxTrace):
         _QuaxTrace.process_custom_vjp_call = process_custom_vjp_call  # pyright: ignore
+
+
+def evaluate_jit_by_quax(*operands: Any, jaxpr: Any, **params: Any) -> Any:
+    """Evaluates a `jit` as Quax does, whose rule for it ours replaces."""
+    try:
+        from quax._primitives import jit_quax
+    except ImportError:  # pragma: no cover
+        return quax.quaxify(make_function(jaxpr))(*operands)
+    return jit_quax(*operands, jaxpr=jaxpr, **params)
 
 
 def find_quax_operation() -> str | None:

@@ -5,6 +5,7 @@ import typer
 from .bench import bench
 from .compare import compare
 from .convert import convert
+from .explain import explain
 from .formats import formats
 from .inspect import inspect
 from .plan import plan
@@ -20,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (inspect, quantize, convert, compare, plan, formats, bench, report):
+for command in (inspect, quantize, convert, compare, plan, explain, formats, bench, report):
     app.command()(command)
 
 

@@ -666,3 +666,35 @@ def test_help_does_not_wait_for_jax():
     program += "try:\n    main()\nfinally:\n    print(sorted({'jax', 'eqquant'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]" and "quantize" in done.stdout
+
+
+EXAMPLE = """
+import equinox as eqx, jax, jax.numpy as jnp
+import eqquant as eqq
+
+def example():
+    model = eqq.quantize_tree(eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0)), "nf4")
+    return model, jnp.ones(64)
+
+def dense():
+    return lambda model, x: jnp.tanh(model.layers[0].weight) @ x, *example()
+
+def alone():
+    return example()[0]
+
+number = 3
+"""
+
+
+def test_explain(run, tmp_path, monkeypatch):
+    file = tmp_path / "a_model_for_explain.py"
+    file.write_text(EXAMPLE)
+    out = run("explain", f"{file}:example")
+    assert "layers.0.weight" in out and "packed" in out and "decoded" not in out.replace("decoded\n", "\n")
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(run("explain", "a_model_for_explain:dense", "--json"))
+    assert found["weights"][0]["roles"] == ["decoded", "used by tanh"] and found["weights"][1]["roles"] == []
+    assert "return model, x" in run("explain", "a_model_for_explain:alone", code=1)
+    assert "has no function 'number'" in run("explain", "a_model_for_explain:number", code=1)
+    assert "no_such_module cannot be imported" in run("explain", "no_such_module:f", code=1)
+    assert "mymodel.py:example" in run("explain", "a_model_for_explain", code=1)

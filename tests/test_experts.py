@@ -109,3 +109,45 @@ def test_other_convolutions_are_dense(getkey):
     ):
         f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), **{"padding": "VALID", **options})  # noqa: B023
         close(eqq.quaxify(f)(x, w), f(x, w.dequantize()))
+
+
+COUNTS = {"all see enough": [70, 70, 70, 70], "one saw few": [100, 97, 3, 80], "one saw none": [100, 0, 90, 80]}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_experts_that_saw_few_inputs(getkey, name):
+    """The mean of all experts stands in for the inputs that one did not see, and reports say so."""
+    counts, w = np.array(COUNTS[name]), weights(getkey(), (4, 32, 64))
+    mix = weights(getkey(), (64, 8)) @ weights(getkey(), (8, 64)) + 0.3 * jnp.eye(64)  # features depend on each other
+    x = weights(getkey(), (int(counts.sum()), 64)) @ mix
+    run = lambda w, x: lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), jnp.array(counts))
+    stats = eqq.calibrate.collect_stats({"w": w}, [x], apply=lambda m, x: run(m["w"], x), gram=True)
+    seen = stats["w"]
+    assert seen.rows.tolist() == counts.tolist()
+    few, gptq = int(np.argmin(counts)), eqq.GPTQ(stats)
+    used = gptq.for_leaf("w").inputs
+    share = min(counts[few] / 64, 1)
+    mean = np.einsum("e,eij->ij", counts, seen.gram) / counts.sum()
+    np.testing.assert_allclose(used.gram[few], share * seen.gram[few] + (1 - share) * mean, rtol=1e-9)
+    np.testing.assert_allclose(np.diagonal(used.gram, axis1=1, axis2=2), used.second_moment, rtol=1e-5)
+    enough = np.flatnonzero(counts >= 64)
+    np.testing.assert_array_equal(used.gram[enough], seen.gram[enough])
+    note = {"one saw few": "1 of 4 layers saw fewer than 64 inputs", "one saw none": "1 of 4 layers were not reached"}
+    (row,) = eqq.plan_tree({"w": w}, "int4", method=gptq).leaves
+    assert note.get(name, "") in seen.note and row.reason.endswith(f"({note[name]})" if name in note else "by GPTQ")
+    if name in note:  # better for other inputs of that expert than its own statistics
+        more = weights(getkey(), (500, 64)) @ mix
+        error = lambda q: float(jnp.linalg.norm(more @ (q.dequantize() - w)[few].T))
+        own = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=seen.gram))
+        assert error(eqq.quantize_tree({"w": w}, "int4", method=gptq)["w"]) < 0.8 * error(own)
+
+
+def test_static_activations_of_experts_without_inputs(getkey):
+    w, x = weights(getkey(), (3, 32, 64)), weights(getkey(), (20, 64))
+    run = lambda w, x: lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), jnp.array([11, 0, 9]))
+    calibrator = eqq.calibrate.MSERange(eqq.Int8("tensor"))
+    for options in ({}, {"calibrator": calibrator}):
+        stats = eqq.calibrate.collect_stats(w, [x], apply=run, **options)
+        q = eqq.quantize_tree(w, "int8", activations=stats)
+        assert q.scale[1] >= jnp.delete(q.scale, 1).max() * (1 - 1e-6)
+        assert jnp.isfinite(jnp.einsum("eoi,ti->eto", q.dequantize(), x)).all() and jnp.isfinite(q @ x.T).all()

@@ -149,3 +149,41 @@ def test_errors():
         eqq.explain(lambda x: x, jnp.ones((4, 4)))
     with pytest.raises(ValueError, match="contract|equal length"):
         eqq.explain(eqq.quantize_tree(eqx.nn.Linear(64, 64, key=jr.key(0)), "int8"), jnp.ones(63))
+
+
+def test_remedies_of_convolutions(getkey):
+    """`quaxify` packs those of one position; of others it packs those of codes alone."""
+    kernels = {"one": (8, 8, 1, 1), "several": (8, 8, 3, 3), "groups": (8, 2, 1, 1)}
+    model = {
+        name: eqq.quantize(jr.normal(getkey(), shape), "int8", axis=(-3, -2, -1)) for name, shape in kernels.items()
+    }
+
+    def call(model, x):
+        convolve = lambda w, groups=1: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=groups)
+        return convolve(model["one"]), convolve(model["several"]), convolve(model["groups"], 4)
+
+    x = jnp.ones((1, 8, 6, 6))
+    plain = {weight.path: weight for weight in eqq.explain(call, model, x).weights}
+    assert "eqq.quaxify(f)`; if it is" in plain["one"].remedy and not plain["one"].windowed
+    run = eqq.quaxify(call)
+    found = {weight.path: weight for weight in eqq.explain(run, model, x).weights}
+    assert found["one"].roles == ("packed",) and not found["one"].remedy
+    for name in ("several", "groups"):
+        assert found[name].windowed and found[name].remedy == plain[name].remedy
+        assert f"{{'{name}': None, '*': ...}}" in found[name].remedy and "activations" in found[name].remedy
+    with_activations = {**model, "several": eqq.arrays.ActivationQuantizedArray(model["several"], "int8")}
+    with eqq.no_dense():
+        run({**with_activations, "groups": jnp.ones((8, 2, 1, 1))}, x)
+
+
+def test_inside_of_linear_solves():
+    lx = pytest.importorskip("lineax")
+    w = eqq.quantize(jnp.eye(64), "int8")
+
+    def solve(w, x):
+        operator = lx.FunctionLinearOperator(lambda v: w @ v, jax.eval_shape(lambda: x), lx.positive_semidefinite_tag)
+        return lx.linear_solve(operator, x, lx.CG(rtol=1e-3, atol=1e-3)).value
+
+    assert eqq.explain(solve, w, jnp.ones(64)).weights[0].roles == ("packed",)
+    dense = lambda w, x: lx.linear_solve(lx.MatrixLinearOperator(w.dequantize()), x).value
+    assert "decoded" in eqq.explain(dense, w, jnp.ones(64)).weights[0].roles

@@ -160,6 +160,31 @@ def test_layers_with_such_names_hold_weights():
     assert list_quantized(layers) == {"pos_embed.weight", "delta.weight"}
 
 
+def test_layers_that_add_a_position_table():
+    """equimo's has the name `global_pos_embed.weight`, and `pos_embed.weight` of an embedding is a weight."""
+
+    class LearnedPosEmbed(eqx.Module):
+        weight: jax.Array
+
+    class PosEmbMLP(eqx.Module):
+        mlp: eqx.nn.Linear
+        w: jax.Array
+
+    class LearnedPositionalEmbedding(eqx.nn.Embedding):
+        pass
+
+    linear = eqx.nn.Linear(64, 64, key=jr.key(0))
+    layers = {
+        "global_pos_embed": LearnedPosEmbed(jnp.ones((16, 64))),
+        "encoder": [LearnedPosEmbed(jnp.ones((16, 64)))],
+        "pos_embed": PosEmbMLP(linear, jnp.ones((64, 64))),
+        "positions": LearnedPositionalEmbedding(32, 64, key=jr.key(0)),
+    }
+    assert list_quantized(layers) == {"pos_embed.mlp.weight", "pos_embed.w", "positions.weight"}
+    assert reasons(layers)["global_pos_embed.weight"] == "a position table, by the name of its layer"
+    assert list_quantized(layers, {"global_pos_embed.weight": "int8", "*": None}) == {"global_pos_embed.weight"}
+
+
 def test_factors_of_other_libraries():
     class LoraArray(eqx.Module):
         _w: jax.Array

@@ -137,6 +137,11 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
     def dense_for_jax(self) -> Array:
         """For JAX: the dense array, which its functions see. Warns if an effect is lost."""
+        if _compat.is_called_by("haliax._src.scan", "select_0th"):  # it would end in "Too many leaves for PyTreeDef"
+            raise TypeError(
+                f"`fold` and `scan` of haliax take quantized layers under `quaxify` alone. Got {name_type(self)} of "
+                f"shape {self.shape}. Write `eqq.quaxify(lambda model, x: model.fold(x))(model, x)`."
+            )
         if lost := _find_lost_effect(self):
             warnings.warn(
                 f"A function of JAX gets the dense weight of {name_type(self)} of shape {self.shape}, so {lost}. Write "

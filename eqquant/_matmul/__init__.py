@@ -2,6 +2,7 @@
 
 # Importing these registers the rules of the primitives and of Quax.
 from . import (
+    control_flow_rules as control_flow_rules,
     quax_rules as quax_rules,
     rounded_rules as rounded_rules,
     rules as rules,

@@ -14,7 +14,7 @@ from .._formats.base import AbstractFormat, AbstractVectorFormat, is_ours, Scale
 from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .fingerprint import check_same_weight
 from .grid import encode_by_chunks, EncodedRows, Grid, store
-from .inputs import check_statistic, InputsError, is_collected, statistic, Statistics
+from .inputs import check_statistic, InputsError, is_collected, share_inputs, statistic, Statistics
 
 
 # Damping of column weights, relative to their mean.
@@ -92,7 +92,7 @@ class AbstractMethod(eqx.Module):
         inputs = self.inputs[path]
         if is_collected(inputs) and inputs.axis is None:
             return own.without_inputs()
-        return own._with(inputs=inputs)
+        return own._with(inputs=share_inputs(inputs) if is_collected(inputs) else inputs)
 
     def statistics_for(self, path: str) -> Statistics | None:
         """Returns the statistics of one leaf, from this method or from `method`, or `None`."""

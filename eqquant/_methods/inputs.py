@@ -1,8 +1,9 @@
 """Statistics of the inputs of a weight: an array, or a result of `calibrate`."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable, TypeGuard
+from typing import Protocol, runtime_checkable, TypeGuard, TypeVar
 
 import jax.core
 import numpy as np
@@ -52,6 +53,33 @@ def statistic(inputs: object, name: str) -> ArrayLike | None:
     An array stands for the statistic itself.
     """
     return getattr(inputs, name) if is_collected(inputs) else inputs  # pyright: ignore[reportReturnType]
+
+
+_Collected = TypeVar("_Collected")
+
+
+def share_inputs(inputs: _Collected) -> _Collected:
+    """Returns statistics where the mean of a stack fills in for inputs that experts lack.
+
+    An expert needs as many inputs as it has features, or as another of the stack saw. With the share `n / needed` of
+    them, its statistics count by that share, and the mean over all inputs of the stack by the rest. An expert that no
+    input reached gets that mean.
+    """
+    rows, moments, gram = (getattr(inputs, name, None) for name in ("rows", "second_moment", "gram"))
+    if not isinstance(rows, np.ndarray) or rows.ndim == 0 or moments is None or rows.max() == rows.min():
+        return inputs
+    share = rows / min(moments.shape[-1], rows.max())
+    if share.min() >= 1:
+        return inputs
+
+    def shared(value: np.ndarray | None) -> np.ndarray | None:
+        if value is None:
+            return None
+        mean = np.tensordot(rows / rows.sum(), value, rows.ndim)
+        part = share.reshape(*share.shape, *[1] * (value.ndim - share.ndim))
+        return np.where(part < 1, part * value + (1 - part) * mean, value)
+
+    return dataclasses.replace(inputs, second_moment=shared(moments), gram=shared(gram))  # pyright: ignore[reportArgumentType]
 
 
 def check_statistic(

@@ -25,7 +25,7 @@ from .facts import (
     Result,
     UseSite,
 )
-from .loops import run_call, run_cond, run_scan, run_while
+from .loops import run_call, run_cond, run_implementation, run_scan, run_while
 from .products import arrange, Product
 from .views import Concatenated, View
 
@@ -285,6 +285,7 @@ _CONTROL_FLOW = {
         ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"),
         run_call,
     ),
+    "linear_solve": run_implementation,  # of lineax
     "cond": run_cond,
     "while": run_while,
     "scan": run_scan,

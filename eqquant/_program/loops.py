@@ -20,6 +20,13 @@ def run_call(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
     return run.run(jaxpr, [*consts, *values], [*[Parameter] * len(consts), *facts])
 
 
+def run_implementation(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+    """Runs an operation that is a function of Python, as those of Equinox and lineax are."""
+    operation = lambda *values: equation.primitive.impl(*values, **equation.params)
+    jaxpr, consts = _compat.open_jaxpr(jax.make_jaxpr(operation)(*values))
+    return run.run(jaxpr, [*consts, *values], [*[Parameter] * len(consts), *facts])
+
+
 def run_cond(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     results: list[list[Fact]] = []
 
@@ -31,6 +38,9 @@ def run_cond(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
 
     branches = [lambda *operands, closed=closed: branch(closed, *operands) for closed in equation.params["branches"]]
     outputs = jax.lax.switch(values[0], branches, *values[1:])
+    run.use(
+        equation, [fact for after in results for fact in after]
+    )  # which weight a result is a view of is not followed
     same = [all(fact is after[0] for fact in after) for after in zip(*results, strict=True)]
     plain = Data if facts[0] is Data else Parameter
     mixed = [
@@ -48,17 +58,20 @@ def run_while(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fac
     body, body_consts = _compat.open_jaxpr(params["body_jaxpr"])
     cond, cond_consts = _compat.open_jaxpr(params["cond_jaxpr"])
     kept = _carry_facts(body, n_body, carried)
+    after: list[Fact] = []
 
     def step(carry: list[Array]) -> list[Array]:
         known = [*[Parameter] * len(body_consts), *body_facts, *kept]
-        return run.run(body, [*body_consts, *body_values, *carry], known)[0]
+        outputs, after[:] = run.run(body, [*body_consts, *body_values, *carry], known)
+        return outputs
 
     def test(carry: list[Array]) -> Array:
         known = [*[Parameter] * len(cond_consts), *cond_facts, *kept]
         return run.run(cond, [*cond_consts, *cond_values, *carry], known)[0][0]
 
-    _report_changed_carry(run, equation, carried, kept)
-    return list(jax.lax.while_loop(test, step, start)), kept
+    results = list(jax.lax.while_loop(test, step, start))
+    _report_changed_carry(run, equation, carried, kept, after)
+    return results, kept
 
 
 def _carry_facts(body: Jaxpr, before: int, carried: Sequence[Fact]) -> list[Fact]:
@@ -71,8 +84,13 @@ def _carry_facts(body: Jaxpr, before: int, carried: Sequence[Fact]) -> list[Fact
     return [Data if change else fact for fact, change in zip(carried, changes, strict=True)]
 
 
-def _report_changed_carry(run: AbstractRun, equation: JaxprEqn, before: Sequence[Fact], kept: Sequence[Fact]) -> None:
-    run.use(equation, [fact for fact, now in zip(before, kept, strict=True) if now is not fact])
+def _report_changed_carry(
+    run: AbstractRun, equation: JaxprEqn, before: Sequence[Fact], kept: Sequence[Fact], after: Sequence[Fact]
+) -> None:
+    """Reports weights that a loop changes or returns, which are not followed further."""
+    changed = [now is not fact for fact, now in zip(before, kept, strict=True)]
+    results = [fact for n, fact in enumerate(after) if n >= len(kept) or changed[n]]
+    run.use(equation, [*(fact for fact, change in zip(before, changed, strict=True) if change), *results])
 
 
 def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -82,6 +100,7 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
     body, body_consts = _compat.open_jaxpr(params["jaxpr"])
     kept = _carry_facts(body, len(consts), carried)
     count = len(start)
+    after: list[Fact] = []
 
     def step(carry: list[Array], at: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
         number, slices = at
@@ -91,10 +110,9 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
             *kept,
             *(_take_layer(fact, number) for fact in stacked_facts),
         ]
-        outputs, _ = run.run(body, [*body_consts, *consts, *carry, *slices], known)
+        outputs, after[:] = run.run(body, [*body_consts, *consts, *carry, *slices], known)
         return outputs[:count], outputs[count:]
 
-    _report_changed_carry(run, equation, carried, kept)
     run.use(equation, [fact for fact in stacked_facts if isinstance(fact, Concatenated)])
     carry, results = jax.lax.scan(
         step,
@@ -104,6 +122,7 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
+    _report_changed_carry(run, equation, carried, kept, after)
     return [*carry, *results], [*kept, *[combine_facts([*facts, *kept])] * len(results)]
 
 

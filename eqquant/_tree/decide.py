@@ -273,12 +273,6 @@ def _find_calibrated_activations(leaf: Leaf, stats: Mapping[str, InputStatistics
     if found.axis is None or found.looked_up:
         return None
     check_same_weight(found, "`activations`", leaf.path, leaf.value)
-    if not found.rows.all():
-        raise InputsError(
-            "`activations` must have observed every layer of a stack",
-            f"{leaf.path}: {found.note}",
-            'Collect statistics on more data, or quantize dynamically, with a scale per token: activations="int8".',
-        )
     return Activations(*found.activations())
 
 

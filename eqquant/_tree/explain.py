@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.extend.core import JaxprEqn
 from jax.tree_util import KeyPath
 from jaxtyping import Array
 from rich.table import Table
@@ -41,6 +42,7 @@ class WeightUse:
     - `lines`: where it is decoded, and the operations on the floats: `file:line (operations)`.
     - `decoded_nbytes`: the size of the decoded floats.
     - `axis`: the axis (or axes) along which products of floats sum, to quantize along; `None` if there are none.
+    - `windowed`: whether a convolution multiplies it whose kernel has several positions, or groups.
     """
 
     path: str
@@ -51,12 +53,18 @@ class WeightUse:
     lines: tuple[str, ...] = ()
     decoded_nbytes: int = 0
     axis: int | tuple[int, ...] | None = None
+    windowed: bool = False
 
     @property
     def remedy(self) -> str:
         """How to avoid that the weight is decoded; "" if it is not decoded."""
         if "decoded" not in self.roles:
             return ""
+        if self.windowed:
+            return (
+                "no product of codes has a window: quantize activations too, to an integer format without blocks, and "
+                f"call `eqq.quaxify(f)`; or leave it in float: {{{self.path!r}: None, '*': ...}}"
+            )
         if "multiplied" in self.roles:
             return "call `eqq.quaxify(f)`; if it is, let the sum run along the quantized axis, as `w @ x` does"
         return f"leave it in float: {{{self.path!r}: None, '*': ...}}"
@@ -263,4 +271,15 @@ def _describe(leaf: Leaf, uses: Sequence[UseSite], inputs: tuple[int, ...] | Non
         tuple(f"{line} ({', '.join(names)})".lstrip() for line, names in dense.items()),
         x.size * x.dtype.itemsize if dense else 0,
         axes[0] if axes is not None and len(axes) == 1 else axes,
+        any(_is_windowed(use.equation) for use in uses),
     )
+
+
+def _is_windowed(equation: JaxprEqn) -> bool:
+    """Returns whether an operation is a convolution that is no product: of several positions, or in groups."""
+    if equation.primitive.name != "conv_general_dilated":
+        return False
+    shape, params = equation.invars[1].aval.shape, equation.params  # pyright: ignore[reportAttributeAccessIssue]
+    groups = params["feature_group_count"], params["batch_group_count"]
+    window = [shape[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
+    return any(length != 1 for length in (*window, *groups))

@@ -333,8 +333,11 @@ def plan_tree(
 
 
 def _show_method(method: AbstractMethod, path: str) -> str:
-    """Returns the end of a reason: the method if it is not the default, and its note."""
+    """Returns the end of a reason: the method if it is not the default, and what its statistics lack."""
     note = find_unused_note(method, path)
     leaf_method = method if note is None else method.for_leaf(path)
-    named = "" if leaf_method == AbsMax() and note is None else f", by {type(leaf_method).__name__}"
-    return named if note is None else f"; {note}{named}"
+    if note is not None:
+        return f"; {note}, by {type(leaf_method).__name__}"
+    statistics = method.statistics_for(path)
+    remark = f" ({statistics.note})" if statistics is not None and statistics.note else ""
+    return "" if leaf_method == AbsMax() else f", by {type(leaf_method).__name__}{remark}"

@@ -47,6 +47,8 @@ _ROLES = {
         r"|(^|_)(ids|idx|index|indices|positions|masks?|tril|triu|steps?|counts?)$"
     ),
 }
+# Such a layer adds its array, unless its class says that it is an embedding: those are looked up, whatever they embed.
+_POSITION_LAYER = re.compile(r"Pos(ition(al)?)?(Emb|Enc)[a-z]*(\d+D)?$")
 _LOW_RANK = re.compile(r"^lora(_|$)|(^|_)lora_?(a|b|up|down)$")
 
 
@@ -57,6 +59,8 @@ def role_by_name(leaf: Leaf) -> str | None:
     if any(_LOW_RANK.search(name) or (in_factors and name.strip("_") in ("a", "b")) for name in names):
         return "a low-rank factor, by its name"
     name = next((name for name in (leaf.name.lower(), *reversed(names)) if not name.isdigit()), "")
+    if _POSITION_LAYER.search(type(leaf.layer).__name__) and not isinstance(leaf.layer, eqx.nn.Embedding):
+        return "a position table, by the name of its layer"
     role = next((role for role, pattern in _ROLES.items() if pattern.search(name)), None)
     return None if role is None else f"{role}, by its name"
 

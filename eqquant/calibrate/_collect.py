@@ -255,6 +255,9 @@ def make_stats(leaf: Leaf, observer: WeightObserver) -> LeafStats:
     missed = int(np.sum(rows == 0))
     if missed:
         notes.append(f"{missed} of {rows.size} layers were not reached")
+    enough = min(total["second_moment"].shape[-1], int(rows.max()))
+    if few := int(np.sum((rows > 0) & (rows < enough))):
+        notes.append(f"{few} of {rows.size} layers saw fewer than {enough} inputs")
     # Means over rows; zero for layers without rows.
     means = {}
     for name in total.keys() - {"rows", "cross", "outlier_rate"}:

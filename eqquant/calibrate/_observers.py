@@ -78,8 +78,9 @@ class Sums:
         """Updates the calibrators with the pending rows."""
         pending, self.pending = self.pending, {}
         for number, rows in pending.items():
-            if self.calibrators is not None:
-                self.calibrators[number] = self.calibrators[number].update(np.concatenate(rows))
+            values = np.concatenate(rows)
+            if self.calibrators is not None and values.size:  # an expert may have seen none of this batch
+                self.calibrators[number] = self.calibrators[number].update(values)
 
     def _compare(self, numbers: np.ndarray, values: np.ndarray, moments: Moments) -> Moments:
         """Records rows, or adds their products with the recorded rows to the moments."""

@@ -19,7 +19,7 @@ from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import as_method, check_dtype
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
-from .._methods.inputs import InputsError
+from .._methods.inputs import InputsError, share_inputs
 from .._numerics.axes import logical_order, memory_order
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
@@ -360,7 +360,7 @@ def _takes_inputs(method: AbstractMethod) -> bool:
 def _add_statistics(method: AbstractMethod, leaf: Leaf, observer: WeightObserver) -> AbstractMethod:
     if not _takes_inputs(method) or not observer.active:
         return method
-    return dataclasses.replace(method, inputs=make_stats(leaf, observer))  # pyright: ignore[reportCallIssue]
+    return dataclasses.replace(method, inputs=share_inputs(make_stats(leaf, observer)))  # pyright: ignore[reportCallIssue]
 
 
 def _select_layer(method: AbstractMethod, layer: int) -> AbstractMethod:

@@ -71,13 +71,21 @@ class LeafStats:
     def activations(self) -> tuple[AbstractFormat, Array, Array | None]:
         """Returns the format of activations, with one scale (per tensor) and the zero point.
 
-        By default eight-bit integers with a zero point, over the whole range.
+        By default eight-bit integers with a zero point, over the whole range. A layer of a stack that no input reached
+        gets the whole range of the others; with a calibrator, the largest scale among them.
         """
+        missed = self.rows == 0
         if self.calibrated is not None:
-            return self.calibrated.format, self.calibrated.scale, self.calibrated.zero_point
+            scale, zero_point = self.calibrated.scale, self.calibrated.zero_point
+            if missed.any():
+                widest = lambda x: jnp.where(missed, x.ravel()[jnp.argmax(scale)], x)
+                scale, zero_point = widest(scale), None if zero_point is None else widest(zero_point)
+            return self.calibrated.format, scale, zero_point
         if self.min is None or self.max is None:
             raise ValueError(f"{self.path} must have observed inputs. Got none: {self.note}.")
-        low, high = (jnp.asarray(x, jnp.float32) for x in (self.min.min(axis=-1), self.max.max(axis=-1)))
+        low, high = self.min.min(axis=-1), self.max.max(axis=-1)
+        low, high = np.where(missed, low[~missed].min(), low), np.where(missed, high[~missed].max(), high)
+        low, high = jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32)
         format = Int8(block_size="tensor", symmetric=False)
         return format, *choose_qparams(jnp.minimum(low, 0), jnp.maximum(high, 0), format)
 

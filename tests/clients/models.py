@@ -244,7 +244,7 @@ CLIENTS = {
         vision_transformer,
         over(lambda m, x: m(x, inference=True)),
         normal(4, 3, 16, 16),
-        decoded=("patch_embed.proj.weight", "global_pos_embed.weight"),
+        decoded=("patch_embed.proj.weight",),
     ),
     "jaxonmodels ViT": Client(
         "jaxonmodels",

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt8
 
 from .._numerics import packing
-from .._numerics.blocks import absmean, BlockSize
+from .._numerics.blocks import absmax, absmean, BlockSize
 from .._numerics.scale_bits import round_up_from_zero, ScaleDtype
 from . import grids
 from .base import AbstractFormat, AbstractVectorFormat, Blocks, Scales
@@ -71,6 +71,8 @@ class AbstractGrid(AbstractVectorFormat):
     together: ClassVar[int] = 8
     # The mean magnitude of the levels at the best scale, of normally distributed values.
     mean_level: ClassVar[float]
+    # The largest value of a block is at most so many times the outermost level, in units of the scale.
+    reach: ClassVar[float]
 
     @abc.abstractmethod
     def _join(self, codes: _Codes) -> Float32[Array, "*batch values"]:
@@ -83,7 +85,8 @@ class AbstractGrid(AbstractVectorFormat):
         """Returns the codes of the nearest vectors."""
 
     def choose_scale(self, blocks: Blocks) -> Scales:
-        return absmean(blocks) / self.mean_level
+        # The mean alone would clip blocks with outliers too much.
+        return jnp.maximum(absmean(blocks) / self.mean_level, absmax(blocks) / (self.reach * self.levels[-1]))
 
     def packed_length(self, length: int) -> int:
         whole, rest = divmod(length, self.segment)
@@ -292,6 +295,7 @@ class IQ2_XXS(AbstractSigned):
     parts = (Bits("index", 8, 8), Bits("signs", 7, 8))
     even = True
     mean_level = 17.5
+    reach = 1.3
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1 / 8)
 
 
@@ -309,6 +313,7 @@ class IQ2_XS(AbstractSigned):
     parts = (Bits("index", 8, 8), Bits("index", 1, 8, low=8), Bits("signs", 7, 8))
     even = True
     mean_level = 17.0
+    reach = 1.3
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=16, unit=1 / 8)
 
 
@@ -326,6 +331,7 @@ class IQ2_S(AbstractSigned):
     grid = grids.IQ2_S
     parts = (Bits("index", 8, 8), Bits("index", 2, 8, low=8), Bits("signs", 8, 8))
     mean_level = 17.8
+    reach = 1.3
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=16, unit=1 / 8)
 
 
@@ -344,6 +350,7 @@ class IQ3_XXS(AbstractSigned):
     parts = (Bits("index", 8, 4), Bits("signs", 7, 8))
     even = True
     mean_level = 21.0
+    reach = 1.1
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1 / 4)
 
 
@@ -360,6 +367,7 @@ class IQ3_S(AbstractSigned):
     grid = grids.IQ3_S
     parts = (Bits("index", 8, 4), Bits("index", 1, 4, low=8), Bits("signs", 8, 8))
     mean_level = 4.9
+    reach = 1.1
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1.0)
 
 
@@ -376,6 +384,7 @@ class IQ1_S(AbstractShifted):
     parts = (Bits("index", 8, 8), Bits("index", 3, 8, low=8), Bits("down", 1, 32))
     together = 32
     mean_level = 5.2
+    reach = 2.0
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=3, block_size=8, unit=1 / 8)
 
 
@@ -391,4 +400,5 @@ class IQ1_M(AbstractShifted):
     bits = 1
     parts = (Bits("index", 8, 8), Bits("index", 3, 8, low=8), Bits("down", 1, 8))
     mean_level = 5.2
+    reach = 2.0
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=3, block_size=16, unit=1 / 8)

@@ -380,6 +380,16 @@ void add_special_weights() {
                                (table == kIntegers ? ", integers" : "");
         by_methods(of, form, [bits = bits](Product& p) { p.w.set_scale(1, p.w.blocks - 1, bits); });
       }
+  // So large or tiny that products with scales of x would be infinite or subnormal, where results are not.
+  for (const int exponent : {110, -118})
+    for (const int64_t block : {32, 165}) {
+      Form form;
+      form.table = kIntegers;
+      form.block = block;
+      by_methods(
+          std::string("special/a scale is ") + (exponent > 0 ? "large" : "tiny") + "/blocks of " + to_string(block),
+          form, [exponent](Product& p) { p.w.set_scale(1, 0, bits_of(ldexpf(1.25f, exponent))); });
+    }
   // Kernels of integers leave such a row of the weight, with all that belongs to it, to others.
   Form form;
   form.table = kIntegers;

@@ -396,6 +396,16 @@ void add_special_weights() {
   form.zero_points = form.row_scales = true;
   by_methods("special/a scale is NaN/zero points and scales of rows", form,
              [](Product& p) { p.w.set_scale(1, 0, bits_of(NAN)); });
+  // Consecutive integers that are no bytes.
+  for (const float shift : {-172.0f, 200.0f}) {
+    Form beyond;
+    beyond.bits = 8;
+    beyond.table = kIntegers;
+    beyond.block = 64;
+    by_methods(std::string("special/integers from ") + (shift < 0 ? "-300" : "72"), beyond, [shift](Product& p) {
+      for (float& value : p.w.table) value += shift;
+    });
+  }
   // A number that no code means may be anything.
   for (const int bits : {1, 2, 4, 8}) {
     Form unused;

@@ -380,12 +380,32 @@ void add_special_weights() {
                                (table == kIntegers ? ", integers" : "");
         by_methods(of, form, [bits = bits](Product& p) { p.w.set_scale(1, p.w.blocks - 1, bits); });
       }
+  // So large or tiny that products with scales of x would be infinite or subnormal, where results are not.
+  for (const int exponent : {110, -118})
+    for (const int64_t block : {32, 165}) {
+      Form form;
+      form.table = kIntegers;
+      form.block = block;
+      by_methods(
+          std::string("special/a scale is ") + (exponent > 0 ? "large" : "tiny") + "/blocks of " + to_string(block),
+          form, [exponent](Product& p) { p.w.set_scale(1, 0, bits_of(ldexpf(1.25f, exponent))); });
+    }
   // Kernels of integers leave such a row of the weight, with all that belongs to it, to others.
   Form form;
   form.table = kIntegers;
   form.zero_points = form.row_scales = true;
   by_methods("special/a scale is NaN/zero points and scales of rows", form,
              [](Product& p) { p.w.set_scale(1, 0, bits_of(NAN)); });
+  // Consecutive integers that are no bytes.
+  for (const float shift : {-172.0f, 200.0f}) {
+    Form beyond;
+    beyond.bits = 8;
+    beyond.table = kIntegers;
+    beyond.block = 64;
+    by_methods(std::string("special/integers from ") + (shift < 0 ? "-300" : "72"), beyond, [shift](Product& p) {
+      for (float& value : p.w.table) value += shift;
+    });
+  }
   // A number that no code means may be anything.
   for (const int bits : {1, 2, 4, 8}) {
     Form unused;

@@ -87,6 +87,10 @@ PROGRAMS = {
     "joined halves": lambda w, x: product(jnp.concatenate(jnp.split(w[1], 2)), x),
     "joined layers": lambda w, x: product(jnp.concatenate([w[1], w[2]]), x),
     "joined stacks": lambda w, x: jnp.einsum("bi,loi->lbo", x, jnp.concatenate([w[2:], w[:1]])),
+    "pad": lambda w, x: product(jnp.pad(w[1], ((0, 3), (0, 0))), x),
+    "pad on both sides": lambda w, x: product(jnp.pad(w[1], ((2, 3), (0, 0)), constant_values=0.0), x),
+    "pad under jit": lambda w, x: product(jax.jit(lambda w: jnp.pad(w, ((1, 0), (0, 0))))(w[1]), x),
+    "pad layers": lambda w, x: jnp.einsum("bi,loi->lbo", x, jnp.pad(w, ((1, 2), (0, 0), (0, 0)))),
     "stop_gradient": lambda w, x: product(lax.stop_gradient(w[1]), x),
     "checkpoint": lambda w, x: jax.checkpoint(product)(w[1], x),
     "checkpoint with a policy": lambda w, x: jax.checkpoint(
@@ -121,10 +125,12 @@ PROGRAMS = {
 # Not packed, because the values of an array would no longer be exact, or its class has no form for it.
 DENSE = {("columns", name) for name in ("split", "slice", "dynamic slice", "reversed", "tile")}
 DENSE |= {("columns", name) for name in ("joined halves", "joined layers")}  # blocks would end within one
+DENSE |= {("columns", name) for name in ("pad", "pad on both sides", "pad under jit")}
+# Scales and factors of layers are not zero.
+WRAPPED = ("scaled", "rotated", "permuted", "factors", "simulated", "activations", "static activations")
+DENSE |= {(array, "pad layers") for array in (*WRAPPED, "static by layer")}
 # Each layer has a scale, an order or a factor of its own for the inputs, and a matrix has one.
 DENSE |= {(array, "joined layers") for array in ("scaled", "permuted", "factors", "static by layer")}
-# `lax.scan` takes the first axis of every leaf, and a scale for all layers has none.
-IMPOSSIBLE = {("static activations", "scan")}
 
 
 @pytest.fixture
@@ -133,11 +139,10 @@ def arguments(getkey):
     return weights(getkey(), (4, 48, 64)), jnp.concatenate([x, -x])
 
 
+@pytest.mark.filterwarnings("ignore:.*its products quantize no activations:UserWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("array", ARRAYS)
 def test_results_stay_packed(arguments, name, array):
-    if (array, name) in IMPOSSIBLE:
-        pytest.skip("the leaves have no axis in common")
     w, x = ARRAYS[array](arguments[0]), arguments[1]
     program = PROGRAMS[name]
     run = eqq.quaxify(program)
@@ -179,3 +184,21 @@ def with_rounded_inputs(name, w, x):
     # The rows of `x` differ by their sign alone. So rounding multiplies each input of a layer by a ratio of its own.
     ratio = round_inputs(x[:1]) / x[:1]
     return PROGRAMS[name](w.dequantize() * ratio[:, None], x)
+
+
+@pytest.mark.filterwarnings("ignore:.*its products quantize no activations:UserWarning")
+@pytest.mark.parametrize("array", ARRAYS)
+def test_pads_that_become_dense(arguments, array):
+    """Other values than zero, a value that is traced, and other modes."""
+    w, x = ARRAYS[array](arguments[0]), arguments[1]
+    sides = ((0, 0), (1, 2), (0, 0))
+    for pad in (
+        lambda w, x: jnp.pad(w, sides, constant_values=2),
+        lambda w, x: jnp.pad(w, sides, constant_values=x[0, 0]),
+        lambda w, x: jnp.pad(w, sides, constant_values=jnp.nan),
+        lambda w, x: jnp.pad(w, sides, mode="edge"),
+        lambda w, x: jnp.pad(w * jnp.inf, sides),
+    ):
+        expected = np.asarray(pad(w.dequantize(), x))
+        for run in (eqq.quaxify(pad), jax.jit(eqq.quaxify(pad))):
+            np.testing.assert_allclose(np.asarray(run(w, x)), expected, rtol=1e-6)

@@ -3,6 +3,7 @@
 Without a rule, or where a class of arrays refuses a move, operands are dequantized.
 """
 
+import contextlib
 import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
@@ -14,16 +15,17 @@ import jax.tree_util as jtu
 import numpy as np
 import quax
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .. import _compat
-from .._array.array import QuantizedArray
+from .._array.array import is_quantized, QuantizedArray
 from .._array.dense import allow_dense
 from .._array.dequantize import in_memory_order
 from .._array.value import AbstractArrayValue
 from .._matmul.quax_rules import bind_dense
 from .._numerics.axes import as_axes
+from .._types import PyTree
 from .concatenate import concatenate, split
 from .moves import Axes, CannotMove, change_axes, move, move_along, MoveResult
 
@@ -206,16 +208,24 @@ def _reverse(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> MoveResult:
 
 
 @_register(lax.pad_p)
-def _pad(w: AbstractArrayValue, value: ArrayLike, *, padding_config: Sequence[tuple[int, int, int]]) -> MoveResult:
+def _pad(
+    w: AbstractArrayValue, value: ArrayLike, *, padding_config: Sequence[Sequence[int | np.integer]]
+) -> MoveResult:
     changed_axes = frozenset(axis for axis, added in enumerate(padding_config) if any(added))
 
     def leaf(axes: Axes, x: Array) -> Array:
-        return lax.pad(x, jnp.zeros((), x.dtype), [padding_config[a] if a in changed_axes else (0, 0, 0) for a in axes])
+        widths = [tuple(map(int, padding_config[a])) if a in changed_axes else (0, 0, 0) for a in axes]
+        return lax.pad(x, jnp.zeros((), x.dtype), widths)  # pyright: ignore[reportArgumentType]
 
-    known = not isinstance(value, jax.core.Tracer)
-    if not (known and value == 0 and isinstance(w, QuantizedArray) and _zero_bits_are_zero(w)):
+    is_zero = not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value))
+    # The scales and factors that layers of a stack have besides codes may not be zero.
+    adds_layers = not isinstance(w, QuantizedArray) and not changed_axes <= {w.ndim - 2, w.ndim - 1}
+    if not is_zero or adds_layers or w.deferred:
         raise CannotMove
-    return move(w, move_along(w.ndim, changed_axes, leaf))
+    padded = move(w, move_along(w.ndim, changed_axes, leaf))
+    if not all(_zero_bits_are_zero(q) for q in jtu.tree_leaves(padded, is_leaf=is_quantized) if is_quantized(q)):
+        raise CannotMove
+    return padded
 
 
 def _zero_bits_are_zero(w: QuantizedArray) -> bool:
@@ -224,6 +234,27 @@ def _zero_bits_are_zero(w: QuantizedArray) -> bool:
     with jax.ensure_compile_time_eval(), allow_dense():
         zeros = jtu.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(row, w))
         return not bool(jnp.any(zeros.dequantize()))
+
+
+@quax.register(_compat.jit_p)
+def _jit(w: AbstractArrayValue, *others: ArrayLike, jaxpr: ClosedJaxpr, **params: Any) -> PyTree:
+    """Runs `jnp.pad`, which is under `jit`, with a value of `jax.lax.pad` that is known where it was given."""
+    if params["name"] != "_pad":
+        return _compat.evaluate_jit_by_quax(w, *others, jaxpr=jaxpr, **params)
+    return quax.quaxify(ft.partial(_with_constants, jaxpr))(w, *others)
+
+
+def _with_constants(program: ClosedJaxpr, *operands: PyTree) -> list[PyTree]:
+    """Runs a program. What depends on known operands alone is known."""
+    jaxpr, consts = _compat.open_jaxpr(program)
+    values: dict[Var, PyTree] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+    value = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
+    for equation in jaxpr.eqns:
+        given = [value(atom) for atom in equation.invars]
+        known = not any(isinstance(x, jax.core.Tracer) for x in given)
+        with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
+            values.update(zip(equation.outvars, _compat.bind_equation(equation, given), strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
 
 
 @_register(lax.select_n_p)

@@ -239,3 +239,21 @@ def test_errors(model):
     quantized = eqq.quantize_tree(model, {"embedding.*": "int8"})
     with pytest.raises(ValueError, match=r"`fold` needs floats. Got embedding.weight: already quantized"):
         eqq.transforms.rotate(quantized, fold=FOLD)
+
+
+@pytest.mark.parametrize("size", [1, 6, 7, 12, 20, 24, 28, 96])
+def test_back_is_the_transpose(size):
+    """Some matrices of Paley are not symmetric, so that the order of a product with one would show."""
+    there, back = (np.asarray(rotated(jnp.eye(size), -1, 5, back=back)) for back in (False, True))
+    np.testing.assert_allclose(back, there.T, atol=1e-6)
+    np.testing.assert_allclose(there @ back, np.eye(size), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "size, expected", [(7, 2.89), (8, -2.225), (12, 0.853), (16, 5.715), (28, 3.271), (36, -11.298), (96, -67.85)]
+)
+def test_matrices_stay(size, expected):
+    """A saved model has only the seed of its rotation."""
+    entries = np.asarray(rotated(jnp.eye(size), -1, 5), np.float64) * np.sqrt(size)
+    numbers = np.arange(size)
+    assert abs((np.cos(numbers)[:, None] * np.sin(1 + 2 * numbers) * entries).sum() - expected) < 2e-3

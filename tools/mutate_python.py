@@ -39,7 +39,7 @@ PAIRS = [
 NAMES = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 # The tests that concern a file: the first pattern that its path contains.
 TESTS = {
-    "_numerics/hadamard": "test_rotations.py --every 6",
+    "_numerics/hadamard": "test_mapped.py test_rotations.py --every 4",
     "_numerics/packing": "test_packing.py --every 2",
     "_numerics/minifloats": "test_formats.py test_extremes.py --every 8",
     "_numerics/hashing": "test_delayed.py test_moments.py test_formats.py --every 6",

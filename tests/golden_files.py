@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 import eqquant as eqq
+from eqquant._formats.base import AbstractVectorFormat
 from eqquant._tree.leaves import named_leaves
 from eqquant._wrappers.permuted import PermutedArray
 from eqquant._wrappers.rotated import RotatedArray
@@ -219,7 +220,8 @@ def contents(tree: Any) -> dict[str, np.ndarray]:
     for leaf in named_leaves(tree, eqq.is_quantized):
         x = leaf.value
         if eqq.is_quantized(x):
-            parts = {"codes": eqq.unpack(x), "scale": x.scale, "zero_point": x.zero_point, "offset": x.offset}
+            codes = x.codes if isinstance(x.format, AbstractVectorFormat) else eqq.unpack(x)
+            parts = {"codes": codes, "scale": x.scale, "zero_point": x.zero_point, "offset": x.offset}
             parts = {f"{leaf.path}:{name}": part for name, part in parts.items() if part is not None}
             parts[f"{leaf.path}:values"] = x.dequantize()
         elif callable(x):

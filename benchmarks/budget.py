@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         for row in make_table(case, BUDGETS[::8] if options.smoke else BUDGETS):
             table.add_row(*row)
-        console.print(f"\n{case.name}, {eqq.count_params(case.model):,} parameters", table, sep="\n")
+        console.print(f"\n{case.name}, {eqq.tree_nbytes(case.model) // 4:,} parameters", table, sep="\n")
         console.print(f"{time.perf_counter() - began:.0f} s")
 
 

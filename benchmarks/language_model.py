@@ -158,7 +158,7 @@ def formats_table(bench: Bench, names: Sequence[str], methods: Sequence[str], co
             except ValueError as e:  # a method may not take a format, and says so
                 print(f"{name}, {method}: {e}", file=sys.stderr)
                 continue
-            bits = 8 * eqq.tree_nbytes(model) / eqq.count_params(bench.model)
+            bits = 8 * eqq.tree_nbytes(model) / (eqq.tree_nbytes(bench.model) / 4)
             row = (name, f"{bits:.2f}", method, *make_row(bench.measure(model)))
             table.add_row(*row)
             print(*row, f"{time.perf_counter() - began:.0f} s", sep=" | ", file=sys.stderr, flush=True)
@@ -272,7 +272,7 @@ def random_table(name: str, llama_bench: str | None, rounds: int, console: Conso
     if theirs:
         ms = float(np.median(theirs))
         table.add_row("llama.cpp, q4_0", "", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{ms / base:.3f}")
-    size = eqq.count_params(model) / 1e6
+    size = eqq.tree_nbytes(model) / 4e6  # float32
     console.print(f"{size:.0f}M parameters, random weights, one text, a cache of {CONTEXT} tokens")
     console.print(table)
 

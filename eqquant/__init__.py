@@ -90,7 +90,6 @@ from ._tree.quantize import (
     quantize_tree as quantize_tree,
 )
 from ._tree.summary import (
-    count_params as count_params,
     dequantize_tree as dequantize_tree,
     summary as summary,
     tree_nbytes as tree_nbytes,

@@ -70,7 +70,7 @@ def jax_array_is_hidden() -> bool:
 
 
 def is_called_by(module: str, function: str) -> bool:
-    """Returns whether a function of a module is running now, such as one that needs another error than others."""
+    """Returns whether a function of a module is on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:

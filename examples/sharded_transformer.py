@@ -126,7 +126,8 @@ models = {
     "float32, fully sharded": place(float_model, lambda path, leaf: norms_apart(path, leaf) or on()),
     "NF4, fully sharded": in_parts,
 }
-title = f"{eqq.count_params(float_model):,} parameters on 8 devices, {batch} sequences of {length}"
+size = sum(x.size for x in jax.tree.leaves(eqx.filter(float_model, eqx.is_array)))
+title = f"{size:,} parameters on 8 devices, {batch} sequences of {length}"
 table = Table("model", "MiB on each device", "what moves in a forward pass", title=title, show_lines=True)
 expected = eqx.filter_jit(run)(eqq.quantize_tree(float_model, eqq.NF4()), x)
 moved = {}

@@ -388,7 +388,6 @@ def test_models(operands, tmp_path):
     low = eqq.low_precision_training(model, "fp8", delayed=True)
     assert "delayed scales" in repr(low.head.weight) and "delayed scales" in str(eqq.summary(low)).replace("\n", " ")
     assert low.layers.weight.amax.shape == (3, 3) and low.head.weight.amax.shape == (3,)
-    assert eqq.count_params(low) == eqq.count_params(model)
     assert eqx.tree_equal(eqq.dequantize_tree(low), model)
     only = eqq.low_precision_training(model, "fp8", where=lambda m: m.head, delayed=True)
     assert only.head.weight.amax is not None and only.layers.weight is model.layers.weight

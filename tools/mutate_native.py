@@ -170,8 +170,8 @@ class Build:
             text = "".join((self.source / path).read_text() for path in kernels)
             tests = "".join(self.originals.values())
             for name in mutated:
-                of_kernels = name.startswith("kernels")
-                objects[name], errors = self.object(name, text if of_kernels else text + tests, header)
+                is_kernel = name.startswith("kernels")
+                objects[name], errors = self.object(name, text if is_kernel else text + tests, header)
                 if errors:
                     places: set[tuple[str, str]] = set()
                     for pattern in PLACES:

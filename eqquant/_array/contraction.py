@@ -376,7 +376,7 @@ def _permute(x: Array, names: Axes, wanted: Axes) -> Array:
 
 
 def _reshape(x: Array, shape: Sequence[Length]) -> Array:
-    """Reshapes, if that changes the shape: JAX takes as long to trace a reshape that changes nothing."""
+    """Reshapes only if the shape changes: tracing any reshape takes long."""
     return x if x.shape == tuple(shape) else x.reshape(shape)
 
 

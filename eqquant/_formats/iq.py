@@ -287,6 +287,13 @@ class IQ2_XXS(AbstractSigned):
     Vectors hold magnitudes. Eight values have seven signs, and an even number of the eight is negative. Magnitudes are
     8, 25 and 43. Scales of blocks of 32 have four bits: odd multiples of a float16 for 256 weights. No level is zero.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.IQ2_XXS())
+        model = eqq.quantize_tree(model, "iq2_xxs", method=eqq.MSE(stats))
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -303,6 +310,13 @@ class IQ2_XS(AbstractSigned):
     r"""GGUF's IQ2_XS: eight values are one of 512 vectors; 2.3125 bits per weight.
 
     As [`eqquant.formats.IQ2_XXS`][], with scales of blocks of 16.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.IQ2_XS())
+        model = eqq.quantize_tree(model, "iq2_xs", method=eqq.MSE(stats))
+        ```
 
     **Arguments:** none; the block size is set by definition.
     """
@@ -323,6 +337,13 @@ class IQ2_S(AbstractSigned):
     Vectors hold magnitudes, and each value has a sign. Magnitudes are 8, 25 and 43. Scales of blocks of 16 have four
     bits: odd multiples of a float16 for 256 weights. No level is zero.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.IQ2_S())
+        model = eqq.quantize_tree(model, "iq2_s", method=eqq.MSE(stats))
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -342,6 +363,13 @@ class IQ3_XXS(AbstractSigned):
     eight integers from 4 to 62. Scales of blocks of 32 have four bits: odd multiples of a float16 for 256 weights. No
     level is zero.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.IQ3_XXS())
+        model = eqq.quantize_tree(model, "iq3_xxs", method=eqq.MSE(stats))
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -360,6 +388,13 @@ class IQ3_S(AbstractSigned):
     Vectors hold magnitudes, and each value has a sign. Magnitudes are the odd numbers from 1 to 15. Scales of blocks of
     32 have four bits: odd multiples of a float16 for 256 weights. No level is zero.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.IQ3_S())
+        model = eqq.quantize_tree(model, "iq3_s", method=eqq.MSE(stats))
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -377,6 +412,13 @@ class IQ1_S(AbstractShifted):
     Vectors hold -1, 0 and 1. All values of a block of 32 are moved by 1/8, up or down. Scales have three bits: odd
     multiples of a float16 for 256 weights. No level is zero.
 
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.IQ1_S())
+        model = eqq.quantize_tree(model, "iq1_s", method=eqq.MSE(stats))
+        ```
+
     **Arguments:** none; the block size is set by definition.
     """
 
@@ -392,6 +434,13 @@ class IQ1_M(AbstractShifted):
     r"""GGUF's IQ1_M: eight values are one of 2048 vectors; 1.75 bits per weight.
 
     As [`eqquant.formats.IQ1_S`][], with a direction for every eight values, and scales of blocks of 16.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.IQ1_M())
+        model = eqq.quantize_tree(model, "iq1_m", method=eqq.MSE(stats))
+        ```
 
     **Arguments:** none; the block size is set by definition.
     """

@@ -1,4 +1,7 @@
-"""Quax rules of `cond`, `scan` and `while_loop`: a value stays packed where all branches and steps agree on it."""
+"""Quax rules of `cond`, `scan` and `while_loop`.
+
+A value stays packed if all branches, or all steps, return it with one structure.
+"""
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -56,7 +59,7 @@ def _materialise(values: Sequence[Value], numbers: frozenset[int]) -> list[Value
 
 
 def _structure(x: Value) -> Hashable:
-    """Returns what two packed arrays must share to be one value of a loop; `None` for a dense array."""
+    """Returns the structure that a packed array keeps through a loop; `None` for a dense array."""
     if not isinstance(x, AbstractArrayValue):
         return None
     leaves, tree = jtu.tree_flatten(x)
@@ -79,7 +82,10 @@ def _cond(
 def _settle(
     trace: Callable[[Sequence[Value], frozenset[int]], _Program], carry: Sequence[Value]
 ) -> tuple[_Program, Sequence[Value]]:
-    """Traces the body of a loop. Returns it with the carry, whose values become dense if the body changes them."""
+    """Traces the body of a loop.
+
+    Returns it with the carry. Values of the carry become dense if the body changes their structure.
+    """
     dense: frozenset[int] = frozenset()
     while True:
         program = trace(carry, dense)
@@ -108,7 +114,10 @@ def _scan(*operands: AbstractArrayValue | ArrayLike, jaxpr: ClosedJaxpr, length:
 
 
 def _along_loop(x: Value, length: int) -> Value:
-    """Repeats scalars that all layers of a stack share. If other leaves are shared, the stack becomes dense."""
+    """Repeats scalars that all layers of a stack share.
+
+    If layers share other leaves, the stack becomes dense.
+    """
     if not isinstance(x, AbstractArrayValue):
         return x
     x = jtu.tree_map(lambda leaf: jnp.broadcast_to(leaf, (length,)) if leaf.ndim == 0 else leaf, x)

@@ -276,7 +276,7 @@ def _describe(leaf: Leaf, uses: Sequence[UseSite], inputs: tuple[int, ...] | Non
 
 
 def _is_windowed(equation: JaxprEqn) -> bool:
-    """Returns whether an operation is a convolution that is no product: of several positions, or in groups."""
+    """Returns whether an operation is a convolution over several positions, or in groups."""
     if equation.primitive.name != "conv_general_dilated":
         return False
     shape, params = equation.invars[1].aval.shape, equation.params  # pyright: ignore[reportAttributeAccessIssue]

@@ -333,7 +333,7 @@ def plan_tree(
 
 
 def _show_method(method: AbstractMethod, path: str) -> str:
-    """Returns the end of a reason: the method if it is not the default, and what its statistics lack."""
+    """Returns the end of a reason: a method other than the default, and gaps in its statistics."""
     note = find_unused_note(method, path)
     leaf_method = method if note is None else method.for_leaf(path)
     if note is not None:

@@ -1,7 +1,6 @@
 """Summarizes and dequantizes models, and counts their bytes and parameters."""
 
 import dataclasses
-import math
 
 import jax
 import jax.tree_util as jtu
@@ -12,7 +11,7 @@ from .._array.array import is_quantized, QuantizedArray
 from .._numerics.axes import as_axes
 from .._types import PyTree
 from .._wrappers.base import AbstractMatmulOverride
-from .._wrappers.low_precision import LowPrecisionArray, map_amax
+from .._wrappers.low_precision import LowPrecisionArray
 from .._wrappers.mapped import AbstractMappedArray
 from .._wrappers.simulated import FakeQuantizedArray
 from .leaves import array_nbytes, DenseArray, is_mapped, Leaf, named_leaves
@@ -157,32 +156,3 @@ def tree_nbytes(tree: PyTree) -> int:
     """
     leaves = {id(x): x for x in jtu.tree_leaves(tree) if isinstance(x, DenseArray)}
     return sum(array_nbytes(x) for x in leaves.values())
-
-
-def count_params(tree: PyTree) -> int:
-    """Counts the floating point parameters of a tree.
-
-    A quantized array counts with its logical size.
-
-    !!! Example
-
-        ```python
-        bits = 8 * eqq.tree_nbytes(model) / eqq.count_params(model)  # per parameter
-        ```
-
-    **Arguments:**
-
-    - `tree`: any pytree, quantized or not.
-
-    **Returns:**
-
-    The number of values in its floating point and quantized arrays. An array that appears in several places counts
-    once.
-    """
-    seen: dict[int, int] = {}
-    for x in jtu.tree_leaves(map_amax(lambda _: None, tree), is_leaf=is_quantized):
-        if is_quantized(x):
-            seen[id(x.codes)] = x.size
-        elif ineligible_reason(x) in (None, "a scalar"):
-            seen[id(x)] = math.prod(x.shape)
-    return sum(seen.values())

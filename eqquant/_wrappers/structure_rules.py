@@ -238,14 +238,14 @@ def _zero_bits_are_zero(w: QuantizedArray) -> bool:
 
 @quax.register(_compat.jit_p)
 def _jit(w: AbstractArrayValue, *others: ArrayLike, jaxpr: ClosedJaxpr, **params: Any) -> PyTree:
-    """Runs `jnp.pad`, which is under `jit`, with a value of `jax.lax.pad` that is known where it was given."""
+    """Runs `jnp.pad` without its `jit`, so that the rule of `pad` knows the value."""
     if params["name"] != "_pad":
         return _compat.evaluate_jit_by_quax(w, *others, jaxpr=jaxpr, **params)
     return quax.quaxify(ft.partial(_with_constants, jaxpr))(w, *others)
 
 
 def _with_constants(program: ClosedJaxpr, *operands: PyTree) -> list[PyTree]:
-    """Runs a program. What depends on known operands alone is known."""
+    """Runs a program, and computes at once what depends on known operands alone."""
     jaxpr, consts = _compat.open_jaxpr(program)
     values: dict[Var, PyTree] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
     value = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]

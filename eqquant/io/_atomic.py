@@ -49,7 +49,7 @@ def open_replacement(path: Path) -> Iterator[BinaryIO]:
 
 
 def stage(whole: contextlib.ExitStack, path: Path, content: bytes) -> None:
-    """Writes a file to the disk now. It moves to `path` at the end of `whole`, if nothing raises until then."""
+    """Writes a file to the disk, which moves to `path` at the end of `whole` if nothing raises."""
     f = whole.enter_context(open_replacement(path))
     f.write(content)
     f.flush()

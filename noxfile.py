@@ -152,7 +152,7 @@ def native_oldest(session: nox.Session) -> None:
 
 @nox.session
 def native_sanitized(session: nox.Session) -> None:
-    """Tests and fuzzes the native kernels, AMX emulated, under sanitizers of addresses and behaviour: `-- 100000`."""
+    """Tests and fuzzes the native kernels, AMX emulated, under sanitizers: `-- 100000`."""
     session.install("cmake", "ninja")
     build = session.create_tmp()
     options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_SANITIZE=ON", "-DEQQUANT_EMULATE=ON"]

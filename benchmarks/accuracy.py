@@ -248,10 +248,10 @@ class EvaluationData:
         quantizing = lambda x: isinstance(x, eqq.arrays.ActivationQuantizedArray)
         dense = q if any(map(quantizing, jax.tree.leaves(q, is_leaf=quantizing))) else eqq.dequantize_tree(q)
         found = sentences_and_scores.embed_all(dense, self.ids, self.mask)
-        neighbours = sentences_and_scores.neighbours
+        neighbors = sentences_and_scores.neighbors
         return {
             "cosine": float(np.sum(found * self.reference, axis=1).mean()),
-            "nearest": sentences_and_scores.agreement(neighbours(found), neighbours(self.reference)),
+            "nearest": sentences_and_scores.agreement(neighbors(found), neighbors(self.reference)),
         }
 
 

@@ -142,10 +142,10 @@ def language_model(folder: Path) -> BudgetCase:
         return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - compute_logits(model, ids)), axis=-1))
 
     compute = eqx.filter_jit(compute_logits)
-    centred = lambda x: np.asarray(x - x.mean(-1, keepdims=True))  # softmax ignores the mean
+    centered = lambda x: np.asarray(x - x.mean(-1, keepdims=True))  # softmax ignores the mean
     ids, others = jnp.asarray(seen[:: len(seen) // 4][:4]), jnp.asarray(held_out[:12])
-    wanted = centred(compute(model, others))
-    score = lambda model: mean_cosine(centred(compute(model, others)), wanted)
+    wanted = centered(compute(model, others))
+    score = lambda model: mean_cosine(centered(compute(model, others)), wanted)
     return BudgetCase("the language model", model, loss, (ids, compute(model, ids)), score)
 
 

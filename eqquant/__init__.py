@@ -31,7 +31,7 @@ from ._array.array import (
 )
 from ._array.contraction import matmul as matmul
 from ._array.quantize import dequantize as dequantize, quantize as quantize, requantize as requantize, unpack as unpack
-from ._array.serialise import (
+from ._array.serialize import (
     deserialise_filter_spec as deserialise_filter_spec,
     serialise_filter_spec as serialise_filter_spec,
 )

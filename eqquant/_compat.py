@@ -94,7 +94,7 @@ def is_constant_of_trace(weight: Array, x: Array) -> bool:
 def accept_in_jax_lax(cls: type[_T], to_dense: Callable[[_T], Array]) -> bool:
     """Lets every `jax.lax` function take a `cls` operand, by converting it with `to_dense`.
 
-    Primitives canonicalise each operand by a table keyed by type (`register_canonicalize_value_handler` in
+    Primitives canonicalize each operand by a table keyed by type (`register_canonicalize_value_handler` in
     https://github.com/jax-ml/jax/blob/main/jax/_src/dtypes.py); this adds an entry. So `eqx.nn.Conv`, which passes its
     weight straight to `jax.lax.conv_general_dilated`, runs unchanged.
 
@@ -256,14 +256,14 @@ def compute_capability(context: mlir.LoweringRuleContext) -> float:
         return 9.0
 
 
-def no_cpu_kernels(context: mlir.LoweringRuleContext) -> str | None:
+def cpu_kernel_refusal(context: mlir.LoweringRuleContext) -> str | None:
     """Returns why a program for CPU cannot contain native kernels, or `None` if it can."""
     if _for_export(context):
         return "an exported program may not call a library that the machine it runs on may lack"
     return None
 
 
-def no_gpu_kernels(context: mlir.LoweringRuleContext) -> str | None:
+def gpu_kernel_refusal(context: mlir.LoweringRuleContext) -> str | None:
     """Returns why a program for GPU cannot contain Pallas-Triton kernels, or `None` if it can.
 
     JAX does not promise that exported kernels keep running: https://github.com/jax-ml/jax/issues/25196.

@@ -28,7 +28,7 @@ class Log4(eqq.extend.AbstractFormat):
         return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        # The midpoint of two neighbours is at k + 0.415, as -log2(0.75) is 0.415. The logarithm of zero is clipped.
+        # The midpoint of two neighbors is at k + 0.415, as -log2(0.75) is 0.415. The logarithm of zero is clipped.
         exponent = jnp.clip(jnp.round(0.085 - jnp.log2(jnp.abs(values))), 0, 7)
         return exponent.astype(jnp.uint8) | (values < 0).astype(jnp.uint8) << 3
 

@@ -67,7 +67,7 @@ class SelfAttention(eqx.Module):
 
 
 class Layer(eqx.Module):
-    """A transformer layer that normalises after each residual sum, as BERT does."""
+    """A transformer layer that normalizes after each residual sum, as BERT does."""
 
     attention: SelfAttention
     attention_norm: eqx.nn.LayerNorm

@@ -61,7 +61,7 @@ ids, mask = minilm.tokenize(spaced(sentences[0::2], measured_on), 32)
 held_out_ids, held_out_mask = minilm.tokenize(spaced(sentences[1::2], compared_on), 32 if args.smoke else 64)
 model = minilm.load_model()
 reference = sentences_and_scores.embed_all(model, held_out_ids, held_out_mask)
-nearest = sentences_and_scores.neighbours(reference)
+nearest = sentences_and_scores.neighbors(reference)
 
 
 # %% The effect of each weight on the similarities of all pairs of sentences
@@ -89,7 +89,7 @@ def score(format: Any) -> tuple[float, float]:
     rounded = eqq.dequantize_tree(eqq.quantize_tree(model, format))
     found = sentences_and_scores.embed_all(rounded, held_out_ids, held_out_mask)
     cosine = float(np.sum(found * reference, axis=1).mean())
-    return cosine, sentences_and_scores.agreement(sentences_and_scores.neighbours(found), nearest)
+    return cosine, sentences_and_scores.agreement(sentences_and_scores.neighbors(found), nearest)
 
 
 def count_bits(format: eqq.extend.AbstractFormat) -> float:

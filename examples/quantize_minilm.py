@@ -25,7 +25,7 @@ import eqquant as eqq
 
 TOKENS = 64
 BATCH = 32
-NEIGHBOURS = 10
+NEIGHBORS = 10
 
 # The loss of mean cosine, from 1, when only one group of weights is rounded to NF4:
 #
@@ -82,15 +82,15 @@ def embed_all(
     return np.concatenate([minilm.embed(model, ids[n : n + BATCH], mask[n : n + BATCH]) for n in batches])
 
 
-def neighbours(embeddings: Float[np.ndarray, "sentences hidden"]) -> Int[np.ndarray, "sentences neighbours"]:
+def neighbors(embeddings: Float[np.ndarray, "sentences hidden"]) -> Int[np.ndarray, "sentences neighbors"]:
     """For each sentence, the others that are nearest to it by cosine."""
     similarity = embeddings @ embeddings.T
     np.fill_diagonal(similarity, -np.inf)
-    return np.argsort(-similarity, axis=1)[:, :NEIGHBOURS]
+    return np.argsort(-similarity, axis=1)[:, :NEIGHBORS]
 
 
-def agreement(a: Int[np.ndarray, "sentences neighbours"], b: Int[np.ndarray, "sentences neighbours"]) -> float:
-    """The share of equal neighbours, in any order."""
+def agreement(a: Int[np.ndarray, "sentences neighbors"], b: Int[np.ndarray, "sentences neighbors"]) -> float:
+    """The share of equal neighbors, in any order."""
     return float((a[:, :, None] == b[:, None, :]).any(axis=-1).mean())
 
 
@@ -142,13 +142,13 @@ def main(*, count: int, repeats: int, summary: bool) -> None:
         "bits",
         "mean\ncosine",
         "worst\ncosine",
-        f"same {NEIGHBOURS}\nnearest",
+        f"same {NEIGHBORS}\nnearest",
         "ms per\nbatch",
         "beside\nfloat32",
     ]
     for header in headers:
         table.add_column(header, justify="right")
-    nearest = neighbours(embeddings["float32"])
+    nearest = neighbors(embeddings["float32"])
     for name, model in models.items():
         report = eqq.summary(model)
         cosine = np.sum(embeddings[name] * embeddings["float32"], axis=1)
@@ -158,7 +158,7 @@ def main(*, count: int, repeats: int, summary: bool) -> None:
             f"{report.bits:.2f}",
             f"{cosine.mean():.4f}",
             f"{cosine.min():.4f}",
-            f"{agreement(neighbours(embeddings[name]), nearest):.3f}",
+            f"{agreement(neighbors(embeddings[name]), nearest):.3f}",
             f"{1e3 * seconds[name]:.0f}",
             f"{seconds[name] / seconds['float32']:.2f}x",
         )

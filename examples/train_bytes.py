@@ -58,7 +58,7 @@ print(f"Code: {len(code):,} bytes to finetune on, and {len(code_held_out):,} hel
 
 # %% The transformer: plain Equinox
 class Block(eqx.Module):
-    """Causal attention, then a dense network on each byte; both normalised first, both residual."""
+    """Causal attention, then a dense network on each byte; both normalized first, both residual."""
 
     attention_norm: eqx.nn.RMSNorm
     attention_in: eqx.nn.Linear

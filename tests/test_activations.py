@@ -396,7 +396,7 @@ def test_rules_that_reach_no_product(getkey, model):
     norms = {"norm": eqx.nn.LayerNorm((4, 32)), "x": linear}
     for tree_, where, named in (
         (model, lambda m: [m.layers[0].bias], r"layers.0.bias .*a bias"),
-        (norms, lambda m: m["norm"].weight, r"norm.weight .*normalisation"),
+        (norms, lambda m: m["norm"].weight, r"norm.weight .*normalization"),
     ):
         for arguments, options in ((("int8",), {"activations": "int8"}), ((w8a8,), {})):
             with pytest.raises(ValueError, match=f"Got none among {named}"):

@@ -270,7 +270,7 @@ def test_mixed_precision_casts_pass_by(q):
     assert_same(cast, q)
 
 
-def test_serialise(tmp_path, q):
+def test_serialize(tmp_path, q):
     eqx.tree_serialise_leaves(tmp_path / "q.eqx", q)
     assert_same(eqx.tree_deserialise_leaves(tmp_path / "q.eqx", q), q)
     assert_same(pickle.loads(pickle.dumps(q)), q)

@@ -316,7 +316,7 @@ def test_a_forced_implementation():
         with pytest.raises(ValueError, match=rf"`implementation='pallas_gpu'` cannot take .*{why}.* Use \"xla\""):
             dispatch.choose(TargetDevice("cuda"), PROBLEM._replace(**changes), "pallas_gpu")
     with pytest.raises(ValueError, match=r"cannot take .* of this computer\."):
-        dispatch.choose(TargetDevice("cuda", no_kernels="not of this computer"), PROBLEM, "pallas_gpu")
+        dispatch.choose(TargetDevice("cuda", kernel_refusal="not of this computer"), PROBLEM, "pallas_gpu")
     with pytest.raises(ValueError, match="it is for cuda, and this is cpu"):
         eqq.matmul(jnp.ones((2, 256)), eqq.quantize(jnp.ones((8, 256)), "nf4").T, implementation="pallas_gpu")
 

@@ -336,7 +336,7 @@ def test_a_row_alone_is_quantized_as_among_others():
 
 
 @pytest.mark.parametrize("name", SWEPT_SCALARS)
-def test_stochastic_rounding_is_to_a_neighbour(name, getkey):
+def test_stochastic_rounding_is_to_a_neighbor(name, getkey):
     format = FORMATS[name].format
     levels, reached = levels_of(format)
     levels = np.unique(levels[reached])

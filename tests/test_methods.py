@@ -1,4 +1,4 @@
-"""Methods: their errors, and that each minimises its own measure."""
+"""Methods: their errors, and that each minimizes its own measure."""
 
 import functools as ft
 from pathlib import Path

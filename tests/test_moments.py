@@ -27,7 +27,7 @@ def list_quantized(state):
     return {jtu.keystr(path): x for path, x in flat if eqq.is_quantized(x)}
 
 
-def minimise(optim, steps=200):
+def minimize(optim, steps=200):
     """The distance from the minimum of a quadratic, at each step. Its curvatures span four orders of magnitude within a
     block, so that second moments span eight."""
     target, curvature = weights(jax.random.key(1), (64, 128)), jnp.logspace(-2, 2, 128)[None]
@@ -47,8 +47,8 @@ def minimise(optim, steps=200):
 
 
 def test_quantized_adam_is_near_float_adam():
-    exact, state = minimise(optax.adam(2e-2))
-    ours, quantized = minimise(eqq.quantize_state(optax.adam(2e-2)))
+    exact, state = minimize(optax.adam(2e-2))
+    ours, quantized = minimize(eqq.quantize_state(optax.adam(2e-2)))
     assert exact[-1] < 0.1 and abs(ours[-1] - exact[-1]) < 0.05
     assert set(list_quantized(quantized)) == {"[0].mu", "[0].nu"}
     assert eqq.tree_nbytes(quantized) < eqq.tree_nbytes(state) * 0.26
@@ -56,7 +56,7 @@ def test_quantized_adam_is_near_float_adam():
 
 def test_second_moments_are_never_in_even_levels():
     # Which would round small ones to zero, and be divided by.
-    distances, state = minimise(eqq.quantize_state(optax.adam(2e-2), eqq.Int8(block_size=256)))
+    distances, state = minimize(eqq.quantize_state(optax.adam(2e-2), eqq.Int8(block_size=256)))
     assert distances[-1] < distances[0]
     assert {repr(x.format) for x in list_quantized(state).values()} == {
         "Int8(block_size=256)",

@@ -77,7 +77,7 @@ def test_default_selection(model):
     ):
         assert get(q) is get(model)
     reasons = {leaf.path: leaf.reason for leaf in eqq.summary(q).leaves}
-    assert "normalisation" in reasons["norm2d.weight"] and "not floating" in reasons["steps"]
+    assert "normalization" in reasons["norm2d.weight"] and "not floating" in reasons["steps"]
     assert "bias" in reasons["conv.bias"] and "bias" in reasons["layers.0.bias"]
 
 

@@ -26,7 +26,7 @@ def plan(tree, *args, **kwargs):
     return {leaf.path: leaf.axis if leaf.format is not None else leaf.reason for leaf in report.leaves}
 
 
-BIAS, NORM = "a bias", "a parameter of a normalisation layer"
+BIAS, NORM = "a bias", "a parameter of a normalization layer"
 
 
 # haliax: nodes of the same shapes, whose arrays have no names of their own in a key path

@@ -22,7 +22,7 @@ from IPython.utils.capture import capture_output
 
 
 FOLDER = Path(__file__).parents[1] / "examples" / "notebooks"
-GREY = "#808080"  # readable on light and on dark pages
+GRAY = "#808080"  # readable on light and on dark pages
 
 
 class _Shell(InteractiveShell):
@@ -37,12 +37,12 @@ def _set_figures() -> None:
 
     matplotlib.use("module://matplotlib_inline.backend_inline")
     set_matplotlib_formats("svg", metadata={"Date": None, "Creator": None})
-    colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY)
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GRAY)
     matplotlib.rcParams.update(
         {"svg.fonttype": "none", "svg.hashsalt": "eqquant", "figure.facecolor": "none", "axes.facecolor": "none"}
         | {"font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"], "figure.figsize": (5.2, 3.2)}
         | {"axes.spines.top": False, "axes.spines.right": False, "legend.framealpha": 0}
-        | colours
+        | colors
     )
 
 

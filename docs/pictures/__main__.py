@@ -40,7 +40,7 @@ def from_model() -> Mapping[str, Callable[[Theme], Any]]:
     def draw(report: Any, height: float) -> Callable[[Theme], Any]:
         def drawn(theme: Theme) -> Any:
             fig = figure(height)
-            # Dressed before, since the library writes names in the colours that axes have, and where they fit.
+            # Dressed before, since the library writes names in the colors that axes have, and where they fit.
             report.plot(dress(fig.subplots(), theme, grid=""))
             return fig
 

@@ -75,7 +75,7 @@ def accuracy(theme: Theme) -> Any:
         ax.annotate(
             name.removesuffix("()"),
             (x, y),
-            xytext=(7, {"Q4_0": 4, "NF4": -4}.get(name.removesuffix("()"), 0)),  # the two are neighbours
+            xytext=(7, {"Q4_0": 4, "NF4": -4}.get(name.removesuffix("()"), 0)),  # the two are neighbors
             textcoords="offset points",
             va="center",
             fontsize=SMALL,
@@ -87,13 +87,13 @@ def accuracy(theme: Theme) -> Any:
     ax.plot(*zip(*peers, strict=True), "D", color=theme.orange, markersize=5, label="the best of other libraries")
     mixes = {name: r for name, r in ACCURACY["recipes"].items() if name[0].isdigit() and name.endswith("seed 0")}
     informed = [rounds for name, rounds in mixes.items() if "no data" not in name]
-    for label, style, colour, rounds in (
+    for label, style, color, rounds in (
         ("a mix, no data", "^", theme.green, [r[0] for name, r in mixes.items() if "no data" in name]),
         ("a mix, statistics of inputs", "o:", theme.blue, [r[0] for r in informed]),
         ("the same, then distill", "o-", theme.blue, [r[1] for r in informed if len(r) > 1]),
     ):
         points = sorted((row["bits"], 1 - row["cosine"]) for row in rounds)
-        ax.plot(*zip(*points, strict=True), style, color=colour, markersize=5, label=label)
+        ax.plot(*zip(*points, strict=True), style, color=color, markersize=5, label=label)
     ax.set_xlim(2.2, 8.6)
     ticks = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -133,8 +133,8 @@ def levels(theme: Theme) -> Any:
         # One path for all levels of a format, which keeps the file small.
         x = np.repeat(found, 3)
         y = np.tile([n - 0.34, n + 0.34, np.nan], len(found))
-        colour = theme.series[{1: 0, 2: 0, 3: 0, 4: 1, 5: 2, 6: 2, 8: 3}[format.bits]]
-        rows.plot(x, y, color=colour, linewidth=1.5 if format.bits < 6 else 0.6)
+        color = theme.series[{1: 0, 2: 0, 3: 0, 4: 1, 5: 2, 6: 2, 8: 3}[format.bits]]
+        rows.plot(x, y, color=color, linewidth=1.5 if format.bits < 6 else 0.6)
     names = [repr(format).replace("()", "").replace("(kind='e5m2')", ", e5m2") for format in formats]
     rows.set_yticks(range(len(formats)), names)
     rows.tick_params(axis="y", length=0, labelsize=SMALL)
@@ -189,7 +189,7 @@ def plan(theme: Theme) -> Any:
     """The bits that a plan gives to each weight."""
     table = {leaf["path"].removesuffix(".weight"): leaf for leaf in MEASURED["plan"]}
     found = sorted({(leaf["bits"], leaf["format"]) for leaf in table.values()})
-    colours = dict(zip(dict.fromkeys(format for _, format in found), theme.series, strict=False))
+    colors = dict(zip(dict.fromkeys(format for _, format in found), theme.series, strict=False))
     fig = figure(3.9)
     panels = fig.subplots(2, 4, sharey=True)
     title = f"A plan for {MEASURED['budget']:g} bits per weight: what each weight gets"
@@ -202,7 +202,7 @@ def plan(theme: Theme) -> Any:
         ax.set_title(name, fontsize=TEXT, color=theme.text)
         rows = [table[path] for path in paths.values()]
         ax.bar(
-            range(len(rows)), [row["bits"] for row in rows], color=[colours[row["format"]] for row in rows], width=0.75
+            range(len(rows)), [row["bits"] for row in rows], color=[colors[row["format"]] for row in rows], width=0.75
         )
         ax.set_xticks(range(len(rows)), paths, fontsize=SMALL)
         ax.set_yticks((0, 2, 4, 6, 8))
@@ -211,8 +211,8 @@ def plan(theme: Theme) -> Any:
             if row["bits"] > 8.6:
                 ax.text(place, 7.9, f"{row['bits']:g}", color=theme.page, ha="center", fontsize=SMALL)
     panels[1, 3].set_axis_off()
-    handles = [Patch(color=colour) for colour in colours.values()]
-    names = ["float32" if format == "None" else format.removesuffix("()") for format in colours]
+    handles = [Patch(color=color) for color in colors.values()]
+    names = ["float32" if format == "None" else format.removesuffix("()") for format in colors]
     panels[1, 3].legend(handles, names, loc="center", fontsize=SMALL, framealpha=0, labelcolor=theme.text)
     return fig
 
@@ -223,9 +223,9 @@ def memory(theme: Theme) -> Any:
     fig = figure(2.9)
     ax = dress(fig.subplots(), theme, "Memory to train all-MiniLM-L6-v2", "MB", grid="x")
     left = np.zeros(len(ways))
-    for part, colour in zip(("weights", "gradients", "optimizer state"), theme.series, strict=False):
+    for part, color in zip(("weights", "gradients", "optimizer state"), theme.series, strict=False):
         sizes = np.array([way[part] / 1e6 for way in ways.values()])
-        ax.barh(range(len(ways)), sizes, left=left, color=colour, label=part, height=0.65)
+        ax.barh(range(len(ways)), sizes, left=left, color=color, label=part, height=0.65)
         left += sizes
     for row, total in enumerate(left):
         ax.text(total + 5, row, f"{total:.0f}", va="center", color=theme.text, fontsize=TEXT)
@@ -246,9 +246,9 @@ def rows(theme: Theme) -> Any:
     fig = figure(3.6)
     ax = dress(fig.subplots(), theme, "Time of a product on CPU, relative to float32", "rows of x")
     styles = zip(("nf4", "int4", "int8", "int8 x int8"), ("o", "s", "^", "D"), theme.series, strict=False)
-    for name, marker, colour in styles:
+    for name, marker, color in styles:
         label = "int8 x int8: x quantized too" if " x " in name else name
-        ax.plot((1, 16, 128), table[name], marker=marker, color=colour, label=label, markersize=6)
+        ax.plot((1, 16, 128), table[name], marker=marker, color=color, label=label, markersize=6)
     ax.axhline(1, color=theme.text, linewidth=1, linestyle="--")
     ax.text(1, 1.02, "float32", color=theme.text, va="bottom", fontsize=SMALL)
     ax.set_xscale("log", base=2)
@@ -268,7 +268,7 @@ def methods(theme: Theme) -> Any:
     title = "The error of each weight's outputs, in three bits"
     fig.suptitle(title, fontsize=TITLE, color=theme.text, x=0.01, ha="left")
     styles = zip(("MSE", "GPTQ", "LearnedRounding"), ("s", "^", "o"), theme.series, strict=False)
-    lines = {name: {"marker": marker, "color": colour, "markersize": 5} for name, marker, colour in styles}
+    lines = {name: {"marker": marker, "color": color, "markersize": 5} for name, marker, color in styles}
     for n, (ax, (path, kind)) in enumerate(zip(panels.flat, KINDS.items(), strict=True)):
         dress(ax, theme, x="layer" if n >= 3 else "", y="" if n % 3 else "relative squared error")
         ax.set_title(kind, fontsize=TEXT, color=theme.text)

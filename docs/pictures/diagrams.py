@@ -24,8 +24,8 @@ def packing(theme: Theme) -> Any:
             for plane in range(planes):
                 text = "" if byte is None else str(64 * plane + byte)
                 place = (label + across * plane / planes, y, across / planes, high)
-                colour = theme.series[plane % 4]
-                box(ax, theme, place, text, colour, round=0, line=0.8, fontsize=SMALL, shade=0.3 if plane < 4 else 0.15)
+                color = theme.series[plane % 4]
+                box(ax, theme, place, text, color, round=0, line=0.8, fontsize=SMALL, shade=0.3 if plane < 4 else 0.15)
         top -= 1.5
     ax.text(LEFT, top, "3 bits: 512 codes, split in 2 + 1 bits", color=theme.text)
     y, share = top - 0.42, across / 3
@@ -55,16 +55,16 @@ def sharding(theme: Theme) -> Any:
         for (x, width), kind in zip(places.values(), split, strict=True):
             if kind in (None, "sums"):
                 box(ax, theme, (x, y, width, high), "all" if kind is None else "sum of 4", round=0, fontsize=SMALL)
-            for part, colour in enumerate(devices if kind in ("rows", "columns") else ()):
+            for part, color in enumerate(devices if kind in ("rows", "columns") else ()):
                 place = (x, y + high * (3 - part) / 4, width, high / 4)
                 if kind == "columns":
                     place = (x + width * part / 4, y, width / 4, high)
-                box(ax, theme, place, "", colour, round=0, shade=0.55, line=0.8)
+                box(ax, theme, place, "", color, round=0, shade=0.55, line=0.8)
         ax.text(2.23, y + high / 2, "·", color=theme.text, ha="center", va="center", fontsize=14)
         ax.text(3.48, y + high / 2, "=", color=theme.text, ha="center", va="center", fontsize=12)
         ax.text(1.25, y - 0.2, moves, color=theme.muted, va="center", fontsize=SMALL)
-    for part, colour in enumerate(devices):
-        box(ax, theme, (4.68, 4.05 - 0.32 * part, 0.42, 0.24), f"{part}", colour, round=0, shade=0.55, fontsize=SMALL)
+    for part, color in enumerate(devices):
+        box(ax, theme, (4.68, 4.05 - 0.32 * part, 0.42, 0.24), f"{part}", color, round=0, shade=0.55, fontsize=SMALL)
     ax.text(4.68, 4.5, "device", color=theme.muted, fontsize=SMALL)
     return ax.figure
 
@@ -93,9 +93,9 @@ def architecture(theme: Theme) -> Any:
         ax.text(LEFT, y + high / 2, level, color=theme.muted, va="center", fontsize=SMALL)
         unit = (RIGHT - left - 0.08 * (len(boxes) - 1)) / sum(share for _, share, _ in boxes)
         x = left
-        for text, share, colour in boxes:
-            colour = getattr(theme, colour) if colour else ""
-            box(ax, theme, (x, y, share * unit, high), text, colour, fontsize=SMALL, shade=0.28 if colour else 0.12)
+        for text, share, color in boxes:
+            color = getattr(theme, color) if color else ""
+            box(ax, theme, (x, y, share * unit, high), text, color, fontsize=SMALL, shade=0.28 if color else 0.12)
             x += share * unit + 0.08
     return ax.figure
 
@@ -112,9 +112,9 @@ def choose(theme: Theme) -> Any:
     )
     y, high, x, width = 4.75, 0.6, 0.1, 1.95
     results = 2.75
-    for n, (question, result, colour) in enumerate(steps):
+    for n, (question, result, color) in enumerate(steps):
         box(ax, theme, (x, y, width, high), question, theme.muted, shade=0.1, round=0.28)
-        box(ax, theme, (results, y, RIGHT - results, high), result, getattr(theme, colour), shade=0.28)
+        box(ax, theme, (results, y, RIGHT - results, high), result, getattr(theme, color), shade=0.28)
         arrow(ax, theme, (x + width, y + high / 2), (results, y + high / 2))
         ax.text((x + width + results) / 2, y + high / 2 + 0.06, "yes", color=theme.muted, ha="center", fontsize=SMALL)
         arrow(ax, theme, (x + width / 2, y), (x + width / 2, y - 0.35))

@@ -30,7 +30,7 @@ matplotlib.rcParams.update(
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-    """Colours for one scheme of the site: those of Okabe and Ito, which the colour-blind can tell apart, or lighter."""
+    """Colors for one scheme of the site: those of Okabe and Ito, which the color-blind can tell apart, or lighter."""
 
     name: str
     text: str
@@ -55,9 +55,9 @@ DARK = Theme("dark", "#e4e7ee", "#a4acba", "#454c5a", "#1e2129", "#56b4e9", "#f0
 THEMES = LIGHT, DARK
 
 
-def mix(colour: str, with_: str, share: float) -> str:
-    """`share` of one colour and the rest of another. Opaque, unlike an alpha, so that lines behind do not show."""
-    parts = [[int(c[n : n + 2], 16) for n in (1, 3, 5)] for c in (colour, with_)]
+def mix(color: str, with_: str, share: float) -> str:
+    """`share` of one color and the rest of another. Opaque, unlike an alpha, so that lines behind do not show."""
+    parts = [[int(c[n : n + 2], 16) for n in (1, 3, 5)] for c in (color, with_)]
     return "#" + "".join(f"{round(share * a + (1 - share) * b):02x}" for a, b in zip(*parts, strict=True))
 
 
@@ -66,7 +66,7 @@ def figure(height: float, width: float = WIDTH) -> Figure:
 
 
 def dress(ax: Any, theme: Theme, title: str = "", x: str = "", y: str = "", grid: str = "both") -> Any:
-    """Gives axes the colours of the theme, a title and labels."""
+    """Gives axes the colors of the theme, a title and labels."""
     ax.set_facecolor("none")
     ax.title.set_color(theme.text)  # of the library's plots
     ax.set_title(title, fontsize=TITLE, color=theme.text, loc="left")
@@ -96,11 +96,11 @@ def canvas(height: float, theme: Theme, title: str, width: float = WIDTH) -> Any
 
 
 def box(
-    ax: Any, theme: Theme, place: tuple[float, float, float, float], text: str = "", colour: str = "", **options: Any
+    ax: Any, theme: Theme, place: tuple[float, float, float, float], text: str = "", color: str = "", **options: Any
 ) -> None:
-    """A box at `(x, y, width, height)`, filled with a light shade of its colour, with text in the middle."""
+    """A box at `(x, y, width, height)`, filled with a light shade of its color, with text in the middle."""
     x, y, width, height = place
-    colour = colour or theme.muted
+    color = color or theme.muted
     round_ = options.pop("round", 0.05)
     ax.add_patch(
         FancyBboxPatch(
@@ -108,8 +108,8 @@ def box(
             width,
             height,
             boxstyle=f"round,pad=0,rounding_size={round_}" if round_ else "square,pad=0",
-            facecolor=mix(colour, theme.page, options.pop("shade", 0.2)),
-            edgecolor=colour,
+            facecolor=mix(color, theme.page, options.pop("shade", 0.2)),
+            edgecolor=color,
             linewidth=options.pop("line", 1.0),
         )
     )
@@ -127,7 +127,7 @@ def write(figure: Figure, path: Path, theme: Theme) -> None:
     text = path.read_text()
     text = re.sub(r"<\?xml.*?\?>\n|<!DOCTYPE.*?>\n|<!--.*?-->\n", "", text, flags=re.S)
     text = re.sub(r" <metadata>.*?</metadata>\n", "", text, flags=re.S)
-    # The plots of the library have the colours of light pages, and grey.
+    # The plots of the library have the colors of light pages, and gray.
     for field in ("blue", "orange", "green", "red"):
         text = text.replace(getattr(LIGHT, field), getattr(theme, field))
     text = text.replace("#808080", theme.muted)

@@ -1,7 +1,7 @@
 """Opens every page of the built site in Chromium, narrow and wide, light and dark: `python docs/tools/browse.py site`.
 
 Fails for an error on the console, a page wider than its window, a request to another server, a formula that is still
-TeX, and a picture that does not show in its scheme of colours. `--screenshots FOLDER` keeps what was seen.
+TeX, and a picture that does not show in its scheme of colors. `--screenshots FOLDER` keeps what was seen.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 
 
 WIDTHS = {"wide": 1280, "narrow": 390}
-# What a reader sees of a page: its text without code, and the pictures of each scheme of colours.
+# What a reader sees of a page: its text without code, and the pictures of each scheme of colors.
 SEEN = """() => {
     const page = document.querySelector(".md-content").cloneNode(true);
     page.querySelectorAll("code, pre, math").forEach(e => e.remove());

@@ -22,7 +22,7 @@ from .._native import calls
 from .._native.layout import StoredWeight
 from .._native.lowering import lower_on_cpu
 from .._numerics.blocks import dequantize_blocks
-from .._numerics.primitives import compile_alone, leading_batching_rule, zero_tangent_jvp
+from .._numerics.primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
 from .._numerics.scale_bits import clip_finite, scale_to_bits
 from .._types import PyTreeDef
 from .codes import AbstractCodes, row_length
@@ -111,7 +111,7 @@ def _native(*args: Array, tree: PyTreeDef) -> Array:
 
 
 dequantize_p.def_abstract_eval(_abstract)
-dequantize_p.def_impl(compile_alone(dequantize_p, _by_xla, ["tree"]))
+dequantize_p.def_impl(jit_impl(dequantize_p, _by_xla, ["tree"]))
 ad.primitive_jvps[dequantize_p] = zero_tangent_jvp(dequantize_p)
 batching.primitive_batchers[dequantize_p] = leading_batching_rule(dequantize_p)
 lower_on_cpu(dequantize_p, _native, _by_xla)

@@ -28,7 +28,7 @@ class _AbstractPlain(AbstractFormat):
     multiplies_by_reciprocal = True
 
 
-class _AbstractCentred(AbstractFormat):
+class _AbstractCentered(AbstractFormat):
     """All `2**bits` levels about zero, with a sign of the scale.
 
     The sign turns the longer side to the largest magnitude.
@@ -45,7 +45,7 @@ class _AbstractCentred(AbstractFormat):
         return codes.astype(jnp.float32) - 2 ** (self.bits - 1)
 
 
-class Q4_0(_AbstractCentred, _AbstractPlain):
+class Q4_0(_AbstractCentered, _AbstractPlain):
     r"""GGUF's Q4_0: $s = x_m / {-8}$, codes $-8 \ldots 7$.
 
     Here $x_m$ is the value of largest magnitude with its sign.
@@ -164,7 +164,7 @@ class Q5_1(_AbstractOffset, _AbstractPlain):
     bits = 5
 
 
-class Q5_0(_AbstractCentred, _AbstractPlain):
+class Q5_0(_AbstractCentered, _AbstractPlain):
     r"""GGUF's Q5_0: $s = x_m / {-16}$, codes $-16 \ldots 15$.
 
     Here $x_m$ is the value of largest magnitude with its sign.
@@ -315,7 +315,7 @@ class Q5_K(_AbstractK):
     bits = 5
 
 
-class Q3_K(_AbstractCentred):
+class Q3_K(_AbstractCentered):
     r"""GGUF's Q3_K: codes $-4 \ldots 3$ in blocks of 16; 3.4375 bits per weight.
 
     Scales have six bits.
@@ -338,7 +338,7 @@ class Q3_K(_AbstractCentred):
     scale_format: ClassVar[AbstractFormat | None] = Int6(block_size=16, scale_dtype="float16")
 
 
-class Q6_K(_AbstractCentred):
+class Q6_K(_AbstractCentered):
     r"""GGUF's Q6_K: codes $-32 \ldots 31$ in blocks of 16; 6.5625 bits per weight.
 
     Scales have eight bits.

@@ -25,7 +25,7 @@ def steps_of(format: AbstractFormat) -> Steps | None:
 
 def _find(format: AbstractFormat) -> Steps | None:
     encode = jax.jit(format.encode)
-    # Every step is between two neighbours of these: of the levels and their midpoints, or of floats 1/128 apart.
+    # Every step is between two neighbors of these: of the levels and their midpoints, or of floats 1/128 apart.
     levels = np.sort(levels_of(format)[0])
     levels = levels[np.isfinite(levels)]
     ends = float_order(np.array([-np.inf, np.inf], np.float32))

@@ -1,6 +1,6 @@
 """Quax rules of `cond`, `scan` and `while_loop`.
 
-A value stays packed if all branches, or all steps, return it with one structure.
+A value stays packed if all branches, or all steps, return it with the same pytree structure.
 """
 
 import weakref
@@ -39,7 +39,7 @@ _programs: weakref.WeakKeyDictionary[ClosedJaxpr, dict[Hashable, _Program]] = we
 
 
 def _trace(program: ClosedJaxpr, operands: Sequence[Value], dense: frozenset[int] = frozenset()) -> _Program:
-    """Traces a program under Quax. Outputs with the numbers `dense` become dense."""
+    """Traces a program under Quax. Outputs at the positions `dense` become dense."""
     leaves, tree = jtu.tree_flatten(operands)
 
     def run(*leaves: ArrayLike) -> list[Value]:
@@ -79,7 +79,7 @@ def _cond(
     return jtu.tree_unflatten(jtu.tree_structure(first.outputs), y)
 
 
-def _settle(
+def _find_fixpoint(
     trace: Callable[[Sequence[Value], frozenset[int]], _Program], carry: Sequence[Value]
 ) -> tuple[_Program, Sequence[Value]]:
     """Traces the body of a loop.
@@ -91,7 +91,7 @@ def _settle(
         program = trace(carry, dense)
         pairs = enumerate(zip(carry, program.outputs, strict=False))
         changed = {n for n, (before, after) in pairs if _structure(before) != _structure(after)}
-        # Leaves of an operation that was put off are not stacked.
+        # Leaves of a deferred operation are not stacked.
         results = enumerate(program.outputs[len(carry) :], len(carry))
         changed |= {n for n, x in results if isinstance(x, AbstractArrayValue) and x.deferred}
         if changed <= dense:
@@ -105,7 +105,7 @@ def _scan(*operands: AbstractArrayValue | ArrayLike, jaxpr: ClosedJaxpr, length:
     consts, carry, stacked = _compat.scan_operands(operands, params)
     stacked = [_along_loop(x, length) for x in stacked]
     slices = jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
-    program, carry = _settle(lambda carry, dense: _trace(jaxpr, [*consts, *carry, *slices], dense), carry)
+    program, carry = _find_fixpoint(lambda carry, dense: _trace(jaxpr, [*consts, *carry, *slices], dense), carry)
     groups = [jtu.tree_leaves(group) for group in (consts, carry, stacked)]
     results = jtu.tree_leaves(program.outputs[len(carry) :])
     params = _compat.scan_params(params, *map(len, (*groups, results)))
@@ -136,7 +136,7 @@ def _while_loop(
 ) -> PyTree:
     start = cond_nconsts + body_nconsts
     test_consts, body_consts, carry = operands[:cond_nconsts], operands[cond_nconsts:start], operands[start:]
-    body, carry = _settle(lambda carry, dense: _trace(body_jaxpr, [*body_consts, *carry], dense), carry)
+    body, carry = _find_fixpoint(lambda carry, dense: _trace(body_jaxpr, [*body_consts, *carry], dense), carry)
     test = _trace(cond_jaxpr, [*test_consts, *carry])
     groups = [jtu.tree_leaves(group) for group in (test_consts, body_consts, carry)]
     y = lax.while_p.bind(

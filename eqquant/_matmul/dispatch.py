@@ -83,7 +83,7 @@ def _wrap_kernel(
 def _run_xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDevice) -> Array:
     operand_type = xla_operand_type(problem, target)
     if operand_type is not None:
-        looped = target.platform == "cpu" and target.no_kernels is None
+        looped = target.platform == "cpu" and target.kernel_refusal is None
         x = as_codes(x)
         y = codes.matmul(
             as_packed_weight(x), as_packed_weight(w), problem.x_layout, problem.layout, operand_type, looped=looped
@@ -124,11 +124,11 @@ def decode_activations(problem: MatmulProblem, target: TargetDevice) -> MatmulPr
     return problem._replace(activations=None, dtype=wide)
 
 
-def _split_row_factor(q: QuantizedArray) -> tuple[QuantizedArray, Float32[Array, "*batch rows 1"] | None]:
+def _factor_out_row_scale(q: QuantizedArray) -> tuple[QuantizedArray, Float32[Array, "*batch rows 1"] | None]:
     """Splits the float32 factor of each row from its scales."""
     scale = q.scale_bits
     if isinstance(scale, QuantizedArray):
-        inner, factor = _split_row_factor(scale)
+        inner, factor = _factor_out_row_scale(scale)
         return dataclasses.replace(q, scale_bits=inner), factor
     if scale.shape[-1] > 1:
         return q, None
@@ -313,7 +313,7 @@ def run_implementation(
     float_problem, q, factor = decode_activations(problem, target), as_codes(x), None
     if xla_operand_type(problem, target) == "bfloat16":
         # Without the factor of its row, every value is exact in bfloat16.
-        q, factor = _split_row_factor(q)
+        q, factor = _factor_out_row_scale(q)
     values = dataclasses.replace(q, logical_dtype=float_problem.dtype).dequantize()
     y = implementation.run(values, w, float_problem, target)
     if factor is not None:
@@ -346,8 +346,8 @@ def refusal_of(target: TargetDevice, problem: MatmulProblem, name: str) -> str |
     implementation = IMPLEMENTATIONS[name]
     if implementation.platforms and target.platform not in implementation.platforms:
         return f"it is for {', '.join(implementation.platforms)}, and this is {target.platform}"
-    if implementation.platforms and target.no_kernels is not None:
-        return target.no_kernels
+    if implementation.platforms and target.kernel_refusal is not None:
+        return target.kernel_refusal
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
     if implementation.platforms and problem.layout.has_vectors:
@@ -371,7 +371,7 @@ def describe_types(problem: MatmulProblem, target: TargetDevice, name: str) -> s
     return f"{wide} x {wide} (decoded), sums in {sums}"
 
 
-def why_decoded(problem: MatmulProblem, target: TargetDevice, name: str) -> str | None:
+def decode_reason(problem: MatmulProblem, target: TargetDevice, name: str) -> str | None:
     """Returns why an implementation decodes activations, `None` if it multiplies codes."""
     if problem.activations is None or IMPLEMENTATIONS[name].multiplies_codes(problem, target):
         return None

@@ -20,7 +20,7 @@ from .._array.primitive import quantized_matmul_p, rounded_matmul_p, unflatten_o
 from .._array.value import AbstractArrayValue
 from .._report import Report, report_table
 from .._types import PyTree
-from .dispatch import choose, describe_types, IMPLEMENTATIONS, refusal_of, why_decoded
+from .dispatch import choose, decode_reason, describe_types, IMPLEMENTATIONS, refusal_of
 from .problem import describe_matmul, MatmulProblem, TargetDevice
 from .rounded_rules import compute_rounded
 from .rows import Activations
@@ -110,7 +110,7 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
     problem = describe_matmul(*product)
     target = TargetDevice(platform)
     name, reason = choose(target, problem, None)
-    decoded = why_decoded(problem, target, name)
+    decoded = decode_reason(problem, target, name)
     reason = reason if decoded is None else f"{reason}. Activations are decoded: {decoded}"
     if isinstance(x if q is w else w, AbstractArrayValue) and problem.activations is None:
         reason = f"{reason}. One operand is dequantized: both must have blocks along the sum to multiply codes"

@@ -38,7 +38,7 @@ from .._methods import AbsMax
 from .._methods.given import FixedAmax
 from .._numerics.blocks import absmax
 from .._numerics.hashing import hash_values, make_hash_key
-from .._numerics.primitives import batch_axis_size, compile_alone, move_batch_axis, Primal, Tangent, zero_tangent_jvp
+from .._numerics.primitives import batch_axis_size, jit_impl, move_batch_axis, Primal, Tangent, zero_tangent_jvp
 from .._numerics.scale_bits import scale_to_bits
 from .rows import DynamicRows
 
@@ -244,7 +244,7 @@ def _batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) 
 
 
 amax_p.def_abstract_eval(lambda x, amax: amax.update(shape=amax.shape[:-1]))
-amax_p.def_impl(compile_alone(amax_p, _compute_amax, []))
+amax_p.def_impl(jit_impl(amax_p, _compute_amax, []))
 ad.primitive_jvps[amax_p] = zero_tangent_jvp(amax_p)
 batching.primitive_batchers[amax_p] = _batch_amax
 mlir.register_lowering(amax_p, mlir.lower_fun(_compute_amax, multiple_results=False))
@@ -258,7 +258,7 @@ mlir.register_lowering(record_amax_p, mlir.lower_fun(_record_amax, multiple_resu
 
 rounded_matmul_p.def_abstract_eval(_abstract)
 rounded_matmul_p.def_impl(
-    compile_alone(
+    jit_impl(
         rounded_matmul_p,
         compute_rounded,
         ["x_rounding", "w_rounding", "gradient_rounding", "precision", "implementation"],

@@ -24,7 +24,7 @@ from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.dense import allow_dense
 from .._array.primitive import quantized_matmul_p, unflatten_operands
-from .._numerics.primitives import batch_axis_size, compile_alone, move_batch_axis, Primal, Tangent
+from .._numerics.primitives import batch_axis_size, jit_impl, move_batch_axis, Primal, Tangent
 from .._types import PyTreeDef
 from . import dispatch
 from .partition import partition_matmul
@@ -32,7 +32,7 @@ from .problem import describe_matmul, TargetDevice
 from .selected import SelectedArray
 
 
-def _abstract(
+def _abstract_eval(
     *args: jax.core.ShapedArray, x_tree: PyTreeDef, w_tree: PyTreeDef, transpose: bool, **params: object
 ) -> jax.core.ShapedArray:
     del params
@@ -43,7 +43,7 @@ def _abstract(
     return args[0].update(shape=(*x.shape[:-1], k if transpose else n), dtype=x.dtype)
 
 
-def _dispatch(
+def _compute(
     target: TargetDevice,
     *args: Array,
     x_tree: PyTreeDef,
@@ -72,25 +72,26 @@ def _dispatch(
 
 def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.Value]:
     devices, x_tree = _compat.num_devices(context), params["x_tree"]
-    find_reason = {"cpu": _compat.no_cpu_kernels, "cuda": _compat.no_gpu_kernels}.get(platform, lambda _: None)
-    no_kernels = find_reason(context)
+    find_reason = {"cpu": _compat.cpu_kernel_refusal, "cuda": _compat.gpu_kernel_refusal}.get(platform, lambda _: None)
+    kernel_refusal = find_reason(context)
     if platform == "tpu" and devices > 1:
         # The TPU compiler does not support `custom_partitioning` (https://github.com/jax-ml/jax/issues/38196), and does
         # not partition kernels. It can partition the operations of `xla`.
-        devices, no_kernels = 1, "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
+        kernel_refusal = "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
+        devices = 1
     if devices > 1 and not jtu.treedef_is_leaf(x_tree):
-        devices, no_kernels = 1, "the compiler divides products of codes among devices, which kernels hide from it"
+        devices, kernel_refusal = 1, "the compiler divides products of codes among devices, which kernels hide from it"
     if _compat.is_partly_manual(context):
         # The compiler would gather the operands of a kernel, and every device would compute the whole product.
-        no_kernels = "in a `shard_map` over some axes of a mesh the compiler divides the product along the others"
-    target = TargetDevice(platform, _compat.device_kind(context), _compat.compute_capability(context), no_kernels)
-    run = ft.partial(_dispatch, target, devices=devices)
+        kernel_refusal = "in a `shard_map` over some axes of a mesh the compiler divides the product along the others"
+    target = TargetDevice(platform, _compat.device_kind(context), _compat.compute_capability(context), kernel_refusal)
+    run = ft.partial(_compute, target, devices=devices)
     return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 
 
 def _run_eagerly(*args: Array, **params: object) -> Array:
     platform = next(iter(args[0].devices())).platform
-    return _dispatch(TargetDevice("cuda" if platform == "gpu" else str(platform)), *args, **params)  # pyright: ignore[reportArgumentType]
+    return _compute(TargetDevice("cuda" if platform == "gpu" else str(platform)), *args, **params)  # pyright: ignore[reportArgumentType]
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Tangent], **params: object) -> tuple[Array, Tangent]:
@@ -194,9 +195,9 @@ def _batch_selections(w_leaves: Sequence[tuple[Array, int | None]], w_tree: PyTr
     return [*(a for a, _ in stack), index]
 
 
-quantized_matmul_p.def_abstract_eval(_abstract)
+quantized_matmul_p.def_abstract_eval(_abstract_eval)
 quantized_matmul_p.def_impl(
-    compile_alone(
+    jit_impl(
         quantized_matmul_p,
         _run_eagerly,
         ["x_tree", "w_tree", "transpose", "precision", "implementation", "by_columns"],

@@ -21,7 +21,7 @@ from .._native.lowering import lower_on_cpu
 from .._native.steps import Scaling
 from .._numerics.batching import map_chunks
 from .._numerics.blocks import divide
-from .._numerics.primitives import compile_alone, leading_batching_rule, zero_tangent_jvp
+from .._numerics.primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
 from .._types import PyTreeDef
 from .base import AbstractMethod, AbstractScaleMethod
 from .grid import encode_by, EncodedRows, Grid, multiplies, store
@@ -89,7 +89,7 @@ def _abstract(*args: Any, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
 
 
 encode_p.def_abstract_eval(_abstract)
-encode_p.def_impl(compile_alone(encode_p, by_xla, ["tree", "format", "chunk"]))
+encode_p.def_impl(jit_impl(encode_p, by_xla, ["tree", "format", "chunk"]))
 ad.primitive_jvps[encode_p] = zero_tangent_jvp(encode_p)
 batching.primitive_batchers[encode_p] = leading_batching_rule(encode_p)
 lower_on_cpu(encode_p, _native, by_xla)

@@ -64,7 +64,7 @@ def store(
     if zero_point is not None and has_offsets(format):
         return _store_with_offset(rows, scale, zero_point, format, chunk)
     if zero_point is not None:
-        # Zero points are packed as codes are, so a zero point that is too large would change its neighbours.
+        # Zero points are packed as codes are, so a zero point that is too large would change its neighbors.
         zero_point = jnp.minimum(zero_point, 2**format.bits - 1).astype(jnp.uint8)
     scale_bits = store_scale(scale, format)
     return scale_bits, None, load_grid(scale_bits, zero_point, None, format)._replace(scale=scale)

@@ -42,7 +42,7 @@ class LearnedRounding(AbstractMethod):
     ??? cite
 
         [QuantEase: Optimization-based Quantization for Language Models](https://arxiv.org/abs/2309.01885), which
-        minimises the error that
+        minimizes the error that
         [Up or Down? Adaptive Rounding for Post-Training Quantization](https://arxiv.org/abs/2004.10568) introduced
     """
 

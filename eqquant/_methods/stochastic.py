@@ -39,7 +39,7 @@ def move_stochastically(
         between = (values > step.low) & (values < step.high) & (jnp.round(places) != places)
         dithered = format.encode(values + step.size * (uniform - jnp.float32(0.5)))
         return jnp.where(between, dithered, nearest)
-    levels, below, above = (jnp.asarray(table) for table in _neighbours(format))
+    levels, below, above = (jnp.asarray(table) for table in _neighbors(format))
     near = levels[nearest]
     other = jnp.where(values > near, above[nearest], below[nearest])
     gap = levels[other] - near
@@ -55,24 +55,24 @@ class _EvenLevels(NamedTuple):
 
 @ft.lru_cache
 def _even_levels(format: AbstractFormat) -> _EvenLevels | None:
-    """Returns the distance of neighbouring levels and the ends, or `None` if distances differ."""
-    levels, _, above = _neighbours(format)
+    """Returns the distance of neighboring levels and the ends, or `None` if distances differ."""
+    levels, _, above = _neighbors(format)
     _, reached = levels_of(format)
     grid, last = np.unique(levels[reached]), np.argmax(np.where(reached, levels, -np.inf))
     gaps = np.diff(grid)
-    # Each level but the last has a neighbour above, so values round in every gap.
+    # Each level but the last has a neighbor above, so values round in every gap.
     joined = np.count_nonzero(reached & (above != np.arange(len(above)))) == len(gaps) and above[last] == last
     even = joined and np.count_nonzero(reached) == len(grid) and (gaps == gaps[0]).all()
     return _EvenLevels(np.float32(gaps[0]), np.float32(grid[0]), np.float32(grid[-1])) if even else None
 
 
 @ft.lru_cache
-def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _neighbors(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the level of each code, and the codes of the next levels below and above.
 
-    A code without such a neighbour is its own.
+    A code without such a neighbor is its own.
 
-    Two levels are neighbours only if values between them encode to both: some formats never round to zero.
+    Two levels are neighbors only if values between them encode to both: some formats never round to zero.
     """
     levels, reached = levels_of(format)
     levels = np.where(reached, levels, 0)
@@ -88,7 +88,7 @@ def _neighbours(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndar
     above = below.copy()
     above[codes[:-1]] = np.where(both, codes[1:], codes[:-1])
     below[codes[1:]] = np.where(both, codes[:-1], codes[1:])
-    # Two codes of one level, such as zero and minus zero, have the same neighbours.
+    # Two codes of one level, such as zero and minus zero, have the same neighbors.
     for code in np.flatnonzero(reached):
         twin = codes[np.searchsorted(levels[codes], levels[code])]
         if twin != code:

@@ -8,6 +8,7 @@ first, and register functions only after the CPU backend has started: then a ref
 import ctypes
 import functools as ft
 import importlib.metadata
+import os
 import pathlib
 import re
 
@@ -72,7 +73,9 @@ def _register(path: pathlib.Path) -> str | None:
     if runs is None or built // 1000 != runs // 1000 or built > runs:
         return f"`eqquant-cpu` was built for another jaxlib than {importlib.metadata.version('jaxlib')}: {_INSTALL}"
     if library.eqquant_cpu_isa() is None:
-        return f"{library.eqquant_cpu_isa_refusal().decode()}: set another one, or none"
+        if os.environ.get("EQQUANT_CPU_ISA") == "none":
+            return "native kernels are off: EQQUANT_CPU_ISA is none"
+        return f"{library.eqquant_cpu_isa_refusal().decode()}: unset it, or set another"
     jax.local_devices(backend="cpu")  # starts the backend
     for name in (MATMUL, MATMUL_INT8, DECODE, ENCODE, REDUCE):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")

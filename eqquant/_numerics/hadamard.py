@@ -1,4 +1,4 @@
-"""Randomised Hadamard transforms: orthogonal, fast, with entries of equal magnitude.
+"""Randomized Hadamard transforms: orthogonal, fast, with entries of equal magnitude.
 
 Without a Hadamard matrix for a size, magnitudes are only about equal.
 

@@ -17,7 +17,7 @@ Tangent: TypeAlias = Array | ad.Zero
 Primal: TypeAlias = Array | ad.UndefinedPrimal  # of a rule of transposition
 
 
-def compile_alone(
+def jit_impl(
     primitive: Primitive, compute: Callable[..., Array], static: Sequence[str], **fixed: object
 ) -> Callable[..., Array]:
     """Returns the implementation of a primitive outside of `jit`: a program of its own.

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from .. import _compat
 from .._native import calls
 from .._native.lowering import lower_on_cpu
-from .primitives import compile_alone, leading_batching_rule
+from .primitives import jit_impl, leading_batching_rule
 
 
 Reduction = Literal["amax", "signed_amax", "low", "high", "not_finite"]
@@ -52,7 +52,7 @@ def by_xla(blocks: Array, *, kind: Reduction) -> Array:
 
 
 def _not_finite(blocks: Array) -> Array:
-    # XLA on CPU drops NaN in a vectorised `max` (https://github.com/openxla/xla/issues/21461), but not in a product,
+    # XLA on CPU drops NaN in a vectorized `max` (https://github.com/openxla/xla/issues/21461), but not in a product,
     # where infinity times zero is NaN too. Of six ways that keep NaN this costs least: beside encoding nothing that can
     # be measured, where a sum doubles the time.
     length = blocks.shape[-1]
@@ -81,7 +81,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 
 reduce_blocks_p.def_abstract_eval(_abstract)
-reduce_blocks_p.def_impl(compile_alone(reduce_blocks_p, by_xla, ["kind"]))
+reduce_blocks_p.def_impl(jit_impl(reduce_blocks_p, by_xla, ["kind"]))
 ad.primitive_jvps[reduce_blocks_p] = _jvp
 batching.primitive_batchers[reduce_blocks_p] = leading_batching_rule(reduce_blocks_p)
 lower_on_cpu(reduce_blocks_p, _native, by_xla)

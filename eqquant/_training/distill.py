@@ -51,7 +51,7 @@ def distill(
 ) -> PyTree:
     """Returns a quantized model, trained to match the outputs of the float model.
 
-    Trains the scales of quantized arrays, biases and the parameters of normalisation layers; with `train="codes"` the
+    Trains the scales of quantized arrays, biases and the parameters of normalization layers; with `train="codes"` the
     codes too, which start at their values and may move by one level or more. Other leaves stay unchanged. The result
     has the formats, the shapes and the tree structure of `model`.
 
@@ -286,7 +286,7 @@ def _split_data(
 
 
 class _TrainableFloats(eqx.Module):
-    """A trainable bias, or a trainable parameter of a normalisation layer."""
+    """A trainable bias, or a trainable parameter of a normalization layer."""
 
     x: Array
 

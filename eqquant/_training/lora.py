@@ -106,7 +106,7 @@ def loraify(
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By
         default, every quantized array; or, if the model has none, every weight that [`eqquant.quantize_tree`][] would
         quantize. Skips embeddings, unless `where` selects the leaf.
-    - `key`: initialises $A$.
+    - `key`: initializes $A$.
 
     **Returns:**
 

@@ -280,9 +280,9 @@ def _check_norm(norm: Leaf, leaves: Sequence[Leaf]) -> None:
     siblings = [leaf for leaf in leaves if leaf.keys[:-1] == norm.keys[:-1]]
     biases = [leaf.path for leaf in siblings if leaf.name in ("bias", "beta", "b")]
     # Compare the whole name: a `T5LayerNorm` subtracts no mean.
-    centres = any(base.__name__ == "LayerNorm" for base in type(norm.layer).__mro__)
-    if centres or biases:
-        reason = "subtracts the mean of its channels" if centres else f"adds {abbreviate_list(biases)}"
+    centers = any(base.__name__ == "LayerNorm" for base in type(norm.layer).__mro__)
+    if centers or biases:
+        reason = "subtracts the mean of its channels" if centers else f"adds {abbreviate_list(biases)}"
         raise ValueError(
             f"A rotation passes through norms that only divide by the root of the mean square. Got {norm.path}, whose "
             f"layer {reason}. Leave the residual stream out of `fold`: each product then rotates its operand."

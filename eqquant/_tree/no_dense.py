@@ -39,7 +39,7 @@ def no_dense(model: PyTree = None) -> Iterator[None]:
 
     **Arguments:**
 
-    - `model`: a model whose leaves the error names. A weight is recognised by its shape and its format.
+    - `model`: a model whose leaves the error names. A weight is recognized by its shape and its format.
 
     **Returns:**
 

@@ -84,7 +84,7 @@ def quantize_tree(
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized. A selected leaf is
         always quantized, even a bias. In a selected node, and in the whole tree without `where`, only weights are:
         floating point arrays with two or more dimensions longer than one, except biases and the parameters of
-        normalisation layers.
+        normalization layers.
     - `axis`: the axis (or axes, quantized as one) along which blocks run, for every selected leaf. By default the input
         axes: all input axes of a convolution, the axes that a haliax layer names as inputs, the input axes of a Flax
         `kernel`, and the last axis of everything else, as in every layer of Equinox. Use `-2` for other weights that

@@ -20,7 +20,7 @@ def role_by_place(leaf: Leaf) -> str | None:
 def elementwise_role(leaf: Leaf) -> str | None:
     """Returns the role of an array that a layer adds or multiplies by elementwise, or `None`."""
     if _is_norm_parameter(leaf):
-        return "a parameter of a normalisation layer"
+        return "a parameter of a normalization layer"
     return "a bias" if _is_bias(leaf) else None  # whatever its shape: biases of stacked layers have two dimensions
 
 
@@ -88,7 +88,7 @@ _NORM = re.compile(
     r"(_?\d+|_(f|final|in|out|pre|post|before|after|attn|attention|self|cross|mlp|ffn|q|k|v))?$"
 )
 _NORM_PARAMETERS = {"scale", "weight", "bias", "offset", "gain", "gamma", "beta", "g", "b", "mean", "var"}
-# These names mean a layer that normalises a weight, or wraps another layer, so it holds real weights.
+# These names mean a layer that normalizes a weight, or wraps another layer, so it holds real weights.
 _NO_NORM = re.compile(r"(weight|spectral|pre|post|add)_?norms?(_?\d+)?$")
 
 

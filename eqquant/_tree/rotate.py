@@ -28,7 +28,7 @@ def rotate(
     batches: Iterable[PyTree] | None = None,
     apply: Apply | None = None,
 ) -> PyTree:
-    r"""Returns a model with the inputs of weights rotated by a randomised Hadamard transform.
+    r"""Returns a model with the inputs of weights rotated by a randomized Hadamard transform.
 
     After it no input and no weight is far larger than the others. Call it before you quantize.
 

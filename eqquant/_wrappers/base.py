@@ -46,7 +46,7 @@ class AbstractWrapper(AbstractArrayValue):
 class AbstractMatmulOverride(AbstractWrapper):
     """A wrapper that overrides only the products of a weight.
 
-    It looks up, slices and casts as the weight does. Functions of models look through it: statistics, masks and
+    Lookups, slices and casts act on the weight. Functions on models look through it: statistics, masks and
     low-rank factors see the wrapped weight, under its path in the float model.
     """
 

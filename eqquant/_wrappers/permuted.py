@@ -14,7 +14,7 @@ class PermutedArray(AbstractMappedArray):
     """A quantized array whose quantized axis is stored in another order.
 
     GPTQ with `desc_act` quantizes inputs in the order of their importance, so that the inputs of a group, which share a
-    scale, are not neighbours. Here they are stored as neighbours, and products gather their operand first.
+    scale, are not neighbors. Here they are stored as neighbors, and products gather their operand first.
     [`eqquant.io.open`][] makes it.
 
     !!! Example

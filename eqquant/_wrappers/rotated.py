@@ -11,7 +11,7 @@ from .mapped import AbstractMappedArray
 class RotatedArray(AbstractMappedArray):
     r"""An array $W = V R$ with an orthogonal $R$, stored as $V$. Products compute $V (R x)$.
 
-    $R$ is a randomised Hadamard transform: random signs, then a matrix whose entries all have about the same magnitude.
+    $R$ is a randomized Hadamard transform: random signs, then a matrix whose entries all have about the same magnitude.
     So an input or a weight that is far larger than others spreads over all of them. Computing $R x$ takes
     $O(K \log K)$ operations for $K$ inputs, in float32; and $O(K p)$ more for an odd prime factor $p$ of $K$ that is
     part of no Hadamard matrix. [`eqquant.transforms.rotate`][] makes it.

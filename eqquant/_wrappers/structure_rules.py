@@ -223,12 +223,12 @@ def _pad(
     if not is_zero or adds_layers or w.deferred:
         raise CannotMove
     padded = move(w, move_along(w.ndim, changed_axes, leaf))
-    if not all(_zero_bits_are_zero(q) for q in jtu.tree_leaves(padded, is_leaf=is_quantized) if is_quantized(q)):
+    if not all(_zeros_decode_to_zero(q) for q in jtu.tree_leaves(padded, is_leaf=is_quantized) if is_quantized(q)):
         raise CannotMove
     return padded
 
 
-def _zero_bits_are_zero(w: QuantizedArray) -> bool:
+def _zeros_decode_to_zero(w: QuantizedArray) -> bool:
     """Returns whether leaves whose bits are all zero decode to zeros."""
     row = lambda w: jtu.tree_map(lambda leaf: leaf.reshape(-1, leaf.shape[-1])[:1], in_memory_order(w))
     with jax.ensure_compile_time_eval(), allow_dense():
@@ -238,14 +238,14 @@ def _zero_bits_are_zero(w: QuantizedArray) -> bool:
 
 @quax.register(_compat.jit_p)
 def _jit(w: AbstractArrayValue, *others: ArrayLike, jaxpr: ClosedJaxpr, **params: Any) -> PyTree:
-    """Runs `jnp.pad` without its `jit`, so that the rule of `pad` knows the value."""
+    """Inlines the `jit` of `jnp.pad`, so that the rule of `pad` sees a concrete value."""
     if params["name"] != "_pad":
         return _compat.evaluate_jit_by_quax(w, *others, jaxpr=jaxpr, **params)
-    return quax.quaxify(ft.partial(_with_constants, jaxpr))(w, *others)
+    return quax.quaxify(ft.partial(_eval_folding_constants, jaxpr))(w, *others)
 
 
-def _with_constants(program: ClosedJaxpr, *operands: PyTree) -> list[PyTree]:
-    """Runs a program, and computes at once what depends on known operands alone."""
+def _eval_folding_constants(program: ClosedJaxpr, *operands: PyTree) -> list[PyTree]:
+    """Evaluates a jaxpr, and folds constants."""
     jaxpr, consts = _compat.open_jaxpr(program)
     values: dict[Var, PyTree] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
     value = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]

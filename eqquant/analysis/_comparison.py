@@ -50,7 +50,7 @@ class Benchmark(Report):
 
     @property
     def quality(self) -> float:
-        """The SQNR in dB, over the compression or 1. It favours accurate formats over small ones."""
+        """The SQNR in dB, over the compression or 1. It favors accurate formats over small ones."""
         return self.error.sqnr_db / max(self.compression, 1.0)
 
     def __rich__(self) -> Table:

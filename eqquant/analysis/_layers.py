@@ -77,7 +77,7 @@ class TreeErrorReport(Report):
         return table
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Plots the SQNR of each leaf as a bar, coloured by format. Returns Matplotlib's axes."""
+        """Plots the SQNR of each leaf as a bar, colored by format. Returns Matplotlib's axes."""
         names, formats = [leaf.path for leaf in self.leaves], [repr(leaf.format) for leaf in self.leaves]
         labels = ("Signal-to-noise ratio of each weight", "SQNR, dB")
         return draw_bars(ax, names, [leaf.error.sqnr_db for leaf in self.leaves], labels, formats)

@@ -113,7 +113,7 @@ class BitPlan(Report, Mapping[str, AbstractFormat | QuantConfig | None]):
         return table
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Plots the bits per weight of each leaf, coloured by format. Returns Matplotlib's axes."""
+        """Plots the bits per weight of each leaf, colored by format. Returns Matplotlib's axes."""
         names = [leaf.group or leaf.paths[0] for leaf in self.leaves]
         formats = [show_format(leaf.format) for leaf in self.leaves]
         labels = (f"A format for each weight, at most {self.target_bits:g} bits on average", "bits per weight")

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 else:
     Axes = Any  # Matplotlib may be missing
 
-# Okabe and Ito's palette, for colour-blind readers.
-BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#808080"
-COLOURS = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#F0E442", GREY)
+# Okabe and Ito's palette, for color-blind readers.
+BLUE, ORANGE, GREEN, RED, GRAY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#808080"
+COLORS = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#F0E442", GRAY)
 MARKERS = "osD^vPX*"
 
 
 def make_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     """Returns the given axes, or the axes of a new figure.
 
-    A new figure is outside pyplot, so it opens no window and needs no closing. It has a transparent background and grey
+    A new figure is outside pyplot, so it opens no window and needs no closing. It has a transparent background and gray
     text, which is readable on light and on dark pages.
     """
     if ax is not None:
@@ -35,11 +35,11 @@ def make_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
         ) from e
     ax = Figure(figsize=size, layout="constrained", facecolor="none").subplots()
     ax.set_facecolor("none")
-    ax.tick_params(which="both", color=GREY, labelcolor=GREY)
+    ax.tick_params(which="both", color=GRAY, labelcolor=GRAY)
     for text in (ax.title, ax.xaxis.label, ax.yaxis.label):
-        text.set_color(GREY)
+        text.set_color(GRAY)
     for side, spine in ax.spines.items():
-        spine.set_color(GREY)
+        spine.set_color(GRAY)
         spine.set_visible(side in ("left", "bottom"))
     return ax
 
@@ -66,7 +66,7 @@ def _name_rows(ax: Axes, names: Sequence[str]) -> None:
 def draw_bars(
     ax: Axes | None, names: Sequence[str], values: Sequence[float], labels: tuple[str, str], groups: Sequence[str]
 ) -> Axes:
-    """Draws one bar for each name, coloured by group.
+    """Draws one bar for each name, colored by group.
 
     `labels` are the title and the label of the x-axis.
     """
@@ -75,7 +75,7 @@ def draw_bars(
         rows = [row for row, group in enumerate(groups) if group == kind]
         # Matplotlib cannot draw a bar of infinite or NaN width.
         widths = [values[row] if np.isfinite(values[row]) else 0.0 for row in rows]
-        ax.barh(rows, widths, color=COLOURS[n % len(COLOURS)], label=kind)
+        ax.barh(rows, widths, color=COLORS[n % len(COLORS)], label=kind)
     _name_rows(ax, names)
     ax.set_xlabel(labels[1])
     # Below the axes, since bars may fill them: 36 points, which the label of the x-axis needs.
@@ -91,7 +91,7 @@ def draw_dots(
     for n, (group, values) in enumerate(groups.items()):
         positions = [(value, row) for row, value in enumerate(values) if np.isfinite(value) and value > 0]
         x, y = zip(*positions, strict=True) if positions else ((), ())
-        ax.scatter(x, y, s=24, color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], label=group)
+        ax.scatter(x, y, s=24, color=COLORS[n % len(COLORS)], marker=MARKERS[n % len(MARKERS)], label=group)
     if any(value > 0 for values in groups.values() for value in values):
         ax.set_xscale("log")
     _name_rows(ax, names)
@@ -105,21 +105,21 @@ def draw_front(
     """Draws the error against the bits. The line is the Pareto front."""
     ax = make_axes(ax, (7.5, 5.0))
     best = find_front(bits, errors)
-    colours = [BLUE if n in best else GREY for n in range(len(bits))]
+    colors = [BLUE if n in best else GRAY for n in range(len(bits))]
     ax.plot([bits[n] for n in best], [errors[n] for n in best], color=BLUE, zorder=1, label="Pareto front")
-    ax.scatter(bits, errors, s=22, color=colours, zorder=3)
+    ax.scatter(bits, errors, s=22, color=colors, zorder=3)
     if min(errors) > 0:
         ax.set_yscale("log")
     ax.margins(x=0.08)
     ax.set_xlabel("bits per weight, scales included")
     ax.set_ylabel(labels[1])
     _finish_axes(ax, labels[0])
-    _label_points(ax, names, np.array([bits, errors]).T, colours)
+    _label_points(ax, names, np.array([bits, errors]).T, colors)
     return ax
 
 
-def _label_points(ax: Axes, names: Sequence[str], points: np.ndarray, colours: Sequence[str]) -> None:
-    """Writes the names of points towards the middle of the axes, stacked where points are near."""
+def _label_points(ax: Axes, names: Sequence[str], points: np.ndarray, colors: Sequence[str]) -> None:
+    """Writes the names of points toward the middle of the axes, stacked where points are near."""
     ax.figure.canvas.draw()  # the positions of points are known only after the layout
     to_points = 72 / ax.figure.dpi
     positions = ax.transData.transform(points) * to_points
@@ -135,20 +135,20 @@ def _label_points(ax: Axes, names: Sequence[str], points: np.ndarray, colours: S
         text = {"ha": "right" if is_left else "left", "va": "center", "fontsize": 8, "textcoords": "offset points"}
         arrow = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (float(is_left), 0.5), "shrinkA": 0, "shrinkB": 0}
         for n, line in _spread(column, positions[:, 1], 10.0):
-            offset, style = (start - positions[n, 0], line - positions[n, 1]), arrow | {"color": colours[n]}
-            ax.annotate(names[n], points[n], xytext=offset, color=colours[n], arrowprops=style, **text)
+            offset, style = (start - positions[n, 0], line - positions[n, 1]), arrow | {"color": colors[n]}
+            ax.annotate(names[n], points[n], xytext=offset, color=colors[n], arrowprops=style, **text)
 
 
 def _spread(items: Sequence[int], wanted: np.ndarray, height: float) -> list[tuple[int, float]]:
     """Places lines of text near the wanted heights, from the top down, without overlap."""
     groups: list[list[int]] = []
-    centre = lambda group: float(wanted[group].mean())
+    center = lambda group: float(wanted[group].mean())
     for n in sorted(items, key=lambda n: -wanted[n]):
         groups.append([n])
-        while len(groups) > 1 and centre(groups[-2]) - centre(groups[-1]) < height * len(groups[-2] + groups[-1]) / 2:
+        while len(groups) > 1 and center(groups[-2]) - center(groups[-1]) < height * len(groups[-2] + groups[-1]) / 2:
             last = groups.pop()
             groups[-1] = groups[-1] + last
-    return [(n, centre(g) + height * ((len(g) - 1) / 2 - k)) for g in groups for k, n in enumerate(g)]
+    return [(n, center(g) + height * ((len(g) - 1) / 2 - k)) for g in groups for k, n in enumerate(g)]
 
 
 def find_front(bits: Sequence[float], errors: Sequence[float]) -> list[int]:

@@ -145,7 +145,7 @@ def sensitivity(
     - `batch`: the second argument of the loss: any pytree of arrays, with examples along the first axis.
     - `formats`: formats, their lower-case names, [`eqquant.QuantConfig`][]s with a method, or one of these. The default
         is a choice of nine, from two to eight bits, that mix well. Fewer take less time, and make a worse plan where
-        two neighbours are far apart.
+        two neighbors are far apart.
     - `where`: selects leaves or nodes, as for [`eqquant.quantize_tree`][].
     - `axis`: the axis along which blocks run, as for [`eqquant.quantize_tree`][].
     - `method`: the method that chooses scales and codes, for each of `formats` that sets none.

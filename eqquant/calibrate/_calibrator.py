@@ -186,7 +186,7 @@ class AbstractCalibrator(eqx.Module):
 # Each step is compiled as one program. Eagerly it would run dozens of small ones.
 @jax.jit
 def _add(calibrator: AbstractCalibrator, x: Float32[Array, "..."]) -> tuple[PyTree[Array], Bool[Array, "*scales"]]:
-    # XLA on CPU drops NaN in a vectorised `max` or `min` (https://github.com/openxla/xla/issues/21461), so the state of
+    # XLA on CPU drops NaN in a vectorized `max` or `min` (https://github.com/openxla/xla/issues/21461), so the state of
     # the calibrator may look finite although the data was not.
     finite = calibrator._blocks.map(lambda v: jnp.all(jnp.isfinite(v), axis=-1), x)
     return calibrator._add(x), calibrator.finite & finite

@@ -121,14 +121,14 @@ class MSERange(AbstractSketchCalibrator):
     ) -> Float32[Array, "2"]:
         """Returns the factors that shrink the extremes of one block with the least error."""
         loss = lambda f: self._error(counts, edges, *choose_qparams(low * f[0], high * f[1], self.format))
-        is_centred = choose_qparams(low, high, self.format)[1] is None
+        is_centered = choose_qparams(low, high, self.format)[1] is None
 
         def step(best: tuple[Array, Array], factors: Array) -> tuple[tuple[Array, Array], None]:
             factors = jnp.where(jnp.isnan(factors), best[0], factors)
             new = loss(factors)
             return (jnp.where(new < best[1], factors, best[0]), jnp.minimum(new, best[1])), None
 
-        candidates = _BOTH if is_centred else np.concatenate([_BOTH, _EACH, _EACH])
+        candidates = _BOTH if is_centered else np.concatenate([_BOTH, _EACH, _EACH])
         widest = jnp.ones_like(jnp.stack([low, high]))  # from the data, to vary as the data does in `shard_map`
         (factors, _), _ = jax.lax.scan(step, (widest, loss(widest)), jnp.asarray(candidates))
         return factors

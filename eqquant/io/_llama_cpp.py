@@ -31,8 +31,8 @@ T = TypeVar("T", int, float)
 
 # The architecture of llama.cpp, by `model_type`.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-# It turns neighbours by rotary embedding, and Hugging Face the halves of a head.
-_NEIGHBOURS = ("llama",)
+# It turns neighbors by rotary embedding, and Hugging Face the halves of a head.
+_NEIGHBORS = ("llama",)
 
 # The sizes that shapes are made of, as `config.json` says them.
 _VOCABULARY, _HIDDEN, _INNER, _HEAD = "vocab_size", "hidden_size", "intermediate_size", "head_dim"
@@ -235,14 +235,14 @@ class _Model:
 
 def _rename_arrays(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
     """Returns the arrays of a checkpoint, by the names of llama.cpp."""
-    heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _NEIGHBOURS else {}
+    heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _NEIGHBORS else {}
 
     def read(name: str, source: str) -> AnyArray:
         x = arrays[source]
         if isinstance(x, AbstractArrayValue) and not is_quantized(x):
             return x  # the writer refuses it
         if (found := re.search(r"\.attn_([qk])\.", name)) and found[1] in heads:
-            x = neighbours(heads[found[1]])(x)
+            x = neighbors(heads[found[1]])(x)
         # It adds and multiplies vectors in float32 alone.
         return jnp.asarray(x).astype(jnp.float32) if x.ndim == 1 and not is_quantized(x) else x
 
@@ -254,10 +254,10 @@ def _rename_arrays(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMappi
     return LazyMapping(readers)
 
 
-def neighbours(heads: int) -> Callable[[PyTree], PyTree]:
+def neighbors(heads: int) -> Callable[[PyTree], PyTree]:
     """Returns the inverse of `names.rotary_halves`, for the rows of a head.
 
-    Rows `i` and `i + size / 2` become neighbours.
+    Rows `i` and `i + size / 2` become neighbors.
     """
     return lambda x: take(x, np.arange(x.shape[0]).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1))
 

@@ -276,7 +276,7 @@ def rotary_halves(heads: int) -> Callable[[PyTree], PyTree]:
 
     It gathers rows, packed ones too.
 
-    llama.cpp rotates neighbours, row `2 i` with `2 i + 1`; Hugging Face rotates the halves of a head, row `i` with
+    llama.cpp rotates neighbors, row `2 i` with `2 i + 1`; Hugging Face rotates the halves of a head, row `i` with
     `i + size / 2`.
 
     !!! Example

@@ -66,7 +66,7 @@ def write_gguf(path: Path, model: Llama, tokenizer: Tokenizer) -> None:
 
 
 def _for_llama_cpp(x: Any, size: int) -> Any:
-    """Its rotary embedding turns neighbours, and ours the halves of a head. Rows move, and so do packed ones."""
+    """Its rotary embedding turns neighbors, and ours the halves of a head. Rows move, and so do packed ones."""
     rows: Array = np.arange(x.shape[0]).reshape(-1, 2, size // 2).swapaxes(1, 2).reshape(-1)
     return jtu.tree_map(lambda leaf: leaf[rows], x)
 

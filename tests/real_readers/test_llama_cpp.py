@@ -73,7 +73,7 @@ def metadata():
 
 
 def for_llama_cpp(name, x):
-    """The rows of queries and keys in the order of llama.cpp, whose rotary embedding turns neighbours."""
+    """The rows of queries and keys in the order of llama.cpp, whose rotary embedding turns neighbors."""
     if not any(part in name for part in ("q_proj", "k_proj")):
         return x
     order = np.arange(x.shape[0]).reshape(-1, 2, llama.CONFIG.head_dim // 2).swapaxes(1, 2).reshape(-1)

@@ -9,4 +9,4 @@ class TargetDevice(NamedTuple):
     platform: str  # "cpu", "cuda", "rocm", "tpu"
     device: str = ""  # the name of the device
     capability: float = 9.0  # the compute capability of an NVIDIA GPU
-    no_kernels: str | None = None  # why it cannot run kernels
+    kernel_refusal: str | None = None  # why it cannot run kernels

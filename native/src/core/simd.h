@@ -17,9 +17,8 @@
 //
 // Integers: `I`, a vector of L of 32 bits
 //   load_int(p), store(p, a), broadcast_int(a), zero_int(), add, mul, sum(a), to_float(a)
-//   dot(acc, w, x)        acc + the products of the `kGroup` codes of each lane, exactly: two of 16 bits, or four
-//   bytes,
-//                         codes of w are unsigned, less `kBias`
+//   dot(acc, w, x)        acc + the products of the `kGroup` codes of each lane, exactly: two of 16 bits, or
+//                         four bytes; codes of w are unsigned, less `kBias`
 //   spread_int(p, lanes)  as `spread`;  load_int(p, n)   the first n bytes, and zeros; where a vector has over 16 codes
 //   byte_codes<bits>(a, plane), byte_table(p), lookup_bytes(table, codes)     of bytes, if `kInRegisters`
 //
@@ -35,9 +34,8 @@
 //   kDotRows              rows of the weight that a product with one row of `x` takes at a time
 //   kFewTile, kFewGroup   with a few rows of `x`: the same, and how many of `x` at a time
 //   kFewRows              up to how many rows these are
-//   kFusesFew             whether there are registers to decode while few rows of `x` are multiplied; then
-//   `kFusedGroup`
-//                         of more than `kFewGroup` at a time, and `kFusedRows` instead of `kFewRows`
+//   kFusesFew             whether there are registers to decode while few rows of `x` are multiplied;
+//                         then `kFusedGroup` of more than `kFewGroup` at a time, and `kFusedRows` instead of `kFewRows`
 //   kDirectRows, kMixedRows  up to how many rows of `x` codes are decoded in registers (`dots.h`); likewise transposed
 //   kScalesTables         whether scaling a table of sixteen is faster than scaling the values of sixteen codes
 //   kLooksUpBytes         whether a table of 256 is faster than converting integers and floats of eight bits

@@ -65,7 +65,7 @@ def test_files_of_our_writer_in_the_reference_reader(tmp_path):
 def test_a_checkpoint_prints_as_a_table(tmp_path):
     checkpoint = eqq.io.open(GOLDEN / "model.gguf")
     text = str(checkpoint)
-    assert re.search(r"gguf, 22 arrays, 16 of them quantized", text)
+    assert re.search(r"gguf, 22 arrays, 17 of them quantized", text)
     assert re.search(r"blk.Q4_0.weight\W+2 x 3 x 128\W+Q4_0\W+Q4_0\(\)\W+4.50\W+432 B", text)
     assert re.search(r"blk.IQ2_XXS.weight\W+2 x 256\W+IQ2_XXS\W+cannot be read\W+2.06", text)
     assert checkpoint.to_dict()["rows"][3]["format"] == "Q4_0()"

@@ -301,7 +301,7 @@ def test_errors(model):
             RotatedArray(jnp.ones((4, 4)), 0, axis)
         with pytest.raises(ValueError, match="`axis` must be -1 or -2"):
             ScaledArray(jnp.ones((4, 4)), jnp.ones(4), axis)
-    with pytest.raises(ValueError, match="mapped already"):
+    with pytest.raises(ValueError, match="its inputs are transformed already"):
         eqq.transforms.rotate(eqq.transforms.rotate(model))
 
 

@@ -67,7 +67,7 @@ def test_a_checkpoint_prints_as_a_table(tmp_path):
     text = str(checkpoint)
     assert re.search(r"gguf, 22 arrays, 17 of them quantized", text)
     assert re.search(r"blk.Q4_0.weight\W+2 x 3 x 128\W+Q4_0\W+Q4_0\(\)\W+4.50\W+432 B", text)
-    assert re.search(r"blk.IQ2_XXS.weight\W+2 x 256\W+IQ2_XXS\W+cannot be read\W+2.06", text)
+    assert re.search(r"blk.IQ2_XXS.weight\W+2 x 256\W+IQ2_XXS\W+IQ2_XXS\(\)\W+2.06", text)
     assert checkpoint.to_dict()["rows"][3]["format"] == "Q4_0()"
     eqq.save(tmp_path / "x.safetensors", {})
     assert "0 arrays" in str(eqq.io.open(tmp_path / "x.safetensors"))

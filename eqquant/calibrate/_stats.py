@@ -115,10 +115,8 @@ jtu.register_pytree_node(LeafStats, _flatten_stats, _unflatten_stats)
 class ActivationStats(Report, Mapping[str, LeafStats]):
     """The statistics of each weight of a model: a mapping from its path to a `LeafStats`.
 
-    [`eqquant.calibrate.collect_stats`][] returns it, with a [`eqquant.calibrate.LeafStats`][] for each weight.
-
-    `stats["layers.0.weight"]` returns the statistics of that weight. Pass it as the `inputs` of a method that needs
-    statistics. Prints as a table.
+    [`eqquant.calibrate.collect_stats`][] returns it. `stats["layers.0.weight"]` are the statistics of that weight. Pass
+    it as the `inputs` of a method that needs statistics. Prints as a table.
 
     - `leaves`: the statistics of each weight, in the order of the model.
     - `batches`: the number of observed batches.

@@ -290,7 +290,6 @@ class IQ2_XXS(AbstractSigned):
     !!! Example
 
         ```python
-        q = eqq.quantize(w, eqq.formats.IQ2_XXS())
         model = eqq.quantize_tree(model, "iq2_xxs", method=eqq.MSE(stats))
         ```
 
@@ -314,7 +313,6 @@ class IQ2_XS(AbstractSigned):
     !!! Example
 
         ```python
-        q = eqq.quantize(w, eqq.formats.IQ2_XS())
         model = eqq.quantize_tree(model, "iq2_xs", method=eqq.MSE(stats))
         ```
 
@@ -340,7 +338,6 @@ class IQ2_S(AbstractSigned):
     !!! Example
 
         ```python
-        q = eqq.quantize(w, eqq.formats.IQ2_S())
         model = eqq.quantize_tree(model, "iq2_s", method=eqq.MSE(stats))
         ```
 
@@ -366,7 +363,6 @@ class IQ3_XXS(AbstractSigned):
     !!! Example
 
         ```python
-        q = eqq.quantize(w, eqq.formats.IQ3_XXS())
         model = eqq.quantize_tree(model, "iq3_xxs", method=eqq.MSE(stats))
         ```
 
@@ -391,7 +387,6 @@ class IQ3_S(AbstractSigned):
     !!! Example
 
         ```python
-        q = eqq.quantize(w, eqq.formats.IQ3_S())
         model = eqq.quantize_tree(model, "iq3_s", method=eqq.MSE(stats))
         ```
 
@@ -415,7 +410,6 @@ class IQ1_S(AbstractShifted):
     !!! Example
 
         ```python
-        q = eqq.quantize(w, eqq.formats.IQ1_S())
         model = eqq.quantize_tree(model, "iq1_s", method=eqq.MSE(stats))
         ```
 
@@ -438,7 +432,6 @@ class IQ1_M(AbstractShifted):
     !!! Example
 
         ```python
-        q = eqq.quantize(w, eqq.formats.IQ1_M())
         model = eqq.quantize_tree(model, "iq1_m", method=eqq.MSE(stats))
         ```
 

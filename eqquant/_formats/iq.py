@@ -252,7 +252,7 @@ class AbstractShifted(AbstractGrid):
     Values are eight times as large.
     """
 
-    grid = grids.IQ1_S
+    grid: ClassVar[VectorGrid] = grids.IQ1_S
 
     @property
     def levels(self) -> tuple[float, ...]:
@@ -297,11 +297,11 @@ class IQ2_XXS(AbstractSigned):
     """
 
     bits = 2
-    grid = grids.IQ2_XXS
-    parts = (Bits("index", 8, 8), Bits("signs", 7, 8))
+    grid: ClassVar[VectorGrid] = grids.IQ2_XXS
+    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 8), Bits("signs", 7, 8))
     even = True
-    mean_level = 17.5
-    reach = 1.3
+    mean_level: ClassVar[float] = 17.5
+    reach: ClassVar[float] = 1.3
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1 / 8)
 
 
@@ -321,11 +321,11 @@ class IQ2_XS(AbstractSigned):
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 2
-    grid = grids.IQ2_XS
-    parts = (Bits("index", 8, 8), Bits("index", 1, 8, low=8), Bits("signs", 7, 8))
+    grid: ClassVar[VectorGrid] = grids.IQ2_XS
+    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 8), Bits("index", 1, 8, low=8), Bits("signs", 7, 8))
     even = True
-    mean_level = 17.0
-    reach = 1.3
+    mean_level: ClassVar[float] = 17.0
+    reach: ClassVar[float] = 1.3
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=16, unit=1 / 8)
 
 
@@ -346,10 +346,10 @@ class IQ2_S(AbstractSigned):
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 2
-    grid = grids.IQ2_S
-    parts = (Bits("index", 8, 8), Bits("index", 2, 8, low=8), Bits("signs", 8, 8))
-    mean_level = 17.8
-    reach = 1.3
+    grid: ClassVar[VectorGrid] = grids.IQ2_S
+    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 8), Bits("index", 2, 8, low=8), Bits("signs", 8, 8))
+    mean_level: ClassVar[float] = 17.8
+    reach: ClassVar[float] = 1.3
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=16, unit=1 / 8)
 
 
@@ -370,11 +370,11 @@ class IQ3_XXS(AbstractSigned):
     """
 
     bits = 3
-    grid = grids.IQ3_XXS
-    parts = (Bits("index", 8, 4), Bits("signs", 7, 8))
+    grid: ClassVar[VectorGrid] = grids.IQ3_XXS
+    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 4), Bits("signs", 7, 8))
     even = True
-    mean_level = 21.0
-    reach = 1.1
+    mean_level: ClassVar[float] = 21.0
+    reach: ClassVar[float] = 1.1
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1 / 4)
 
 
@@ -394,10 +394,10 @@ class IQ3_S(AbstractSigned):
     """
 
     bits = 3
-    grid = grids.IQ3_S
-    parts = (Bits("index", 8, 4), Bits("index", 1, 4, low=8), Bits("signs", 8, 8))
-    mean_level = 4.9
-    reach = 1.1
+    grid: ClassVar[VectorGrid] = grids.IQ3_S
+    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 4), Bits("index", 1, 4, low=8), Bits("signs", 8, 8))
+    mean_level: ClassVar[float] = 4.9
+    reach: ClassVar[float] = 1.1
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1.0)
 
 
@@ -417,10 +417,10 @@ class IQ1_S(AbstractShifted):
     """
 
     bits = 1
-    parts = (Bits("index", 8, 8), Bits("index", 3, 8, low=8), Bits("down", 1, 32))
+    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 8), Bits("index", 3, 8, low=8), Bits("down", 1, 32))
     together = 32
-    mean_level = 5.2
-    reach = 2.0
+    mean_level: ClassVar[float] = 5.2
+    reach: ClassVar[float] = 2.0
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=3, block_size=8, unit=1 / 8)
 
 
@@ -440,7 +440,7 @@ class IQ1_M(AbstractShifted):
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 1
-    parts = (Bits("index", 8, 8), Bits("index", 3, 8, low=8), Bits("down", 1, 8))
-    mean_level = 5.2
-    reach = 2.0
+    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 8), Bits("index", 3, 8, low=8), Bits("down", 1, 8))
+    mean_level: ClassVar[float] = 5.2
+    reach: ClassVar[float] = 2.0
     scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=3, block_size=16, unit=1 / 8)

@@ -210,7 +210,8 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   finish(p, pending);
   _tile_release();
   const auto odd = [&](int64_t n) { return (u.odd[n / kRows] >> n % kRows & 1) != 0; };
-  for (int64_t j = 0; j < panels; ++j) multiply_unusual(avx512vbmi::kMatmul, p, e, j, ordinary[j], odd, own + room.spare);
+  for (int64_t j = 0; j < panels; ++j)
+    multiply_unusual(avx512vbmi::kMatmul, p, e, j, ordinary[j], odd, own + room.spare);
 }
 
 }  // namespace

@@ -266,7 +266,7 @@ void multiply_by(const MatmulKernel& kernel, const Problem& part, char* memory) 
 // Multiplies unusual numbers by a kernel: all rows of a unit with its panel `j`, or rows for which `odd(n)` holds.
 template <class Odd>
 void multiply_unusual(const MatmulKernel& kernel, const Problem& p, const Extent& a, int64_t j, bool ordinary,
-                   const Odd& odd, char* memory) {
+                      const Odd& odd, char* memory) {
   if (!ordinary) return multiply_by(kernel, part_of(p, a.batch, a.panel + j, a.first, a.count), memory);
   for (int64_t n = 0; n < a.count; ++n)
     if (odd(n)) multiply_by(kernel, part_of(p, a.batch, a.panel + j, a.first + n, 1), memory);

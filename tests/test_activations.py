@@ -18,7 +18,7 @@ import eqquant as eqq
 from eqquant._array.contraction import matmul_with, Options
 from eqquant._formats.layout import layout_of
 from eqquant._matmul import dispatch
-from eqquant._matmul.kernels import codes
+from eqquant._matmul.kernels import xla_codes
 from eqquant._matmul.kernels.target import TargetDevice
 from eqquant._matmul.problem import describe_matmul
 from eqquant._matmul.rows import DynamicRows
@@ -100,7 +100,7 @@ def test_equals_integers_of_numpy(getkey, x_format, w_format, looped):
             operands[-1] = dataclasses.replace(operands[-1], zero_point_bits=packed)
     layouts = [layout_of(f, k) for f in formats]
     packed = [dispatch.as_packed_weight(q) for q in operands]
-    y = jax.jit(lambda x, w: codes.matmul(x, w, *layouts, "int8", looped=looped))(*packed)
+    y = jax.jit(lambda x, w: xla_codes.matmul(x, w, *layouts, "int8", looped=looped))(*packed)
     whole = [np.asarray(q.dequantize(), np.int64) for q in operands]
     np.testing.assert_array_equal(np.asarray(y, np.int64), whole[0] @ whole[1].T)
     np.testing.assert_array_equal(operands[0] @ operands[1].T, y)
@@ -139,15 +139,15 @@ def test_the_longest_sums_do_not_overflow():
 def test_types_on_accelerators(getkey, x_format, w_format, kind):
     x, w = (eqq.quantize(weights(getkey(), (n, 200)), FORMATS[of]) for n, of in ((4, x_format), (24, w_format)))
     layouts, target = [layout_of(q.format, 200) for q in (x, w)], TargetDevice("cuda")
-    assert codes.choose_operand_type(*layouts, target) == kind
+    assert xla_codes.choose_operand_type(*layouts, target) == kind
     shown = "float32 x float32 (decoded)" if kind is None else {"float8": "float8_e4m3fn"}.get(kind, kind)
     many = eqq.quantize(jnp.ones((512, 200)), FORMATS[x_format])
     assert shown in eqq.explain_matmul(many, w.T, platform="cuda").types
     if kind is not None:
-        y = codes.matmul(*map(dispatch.as_packed_weight, (x, w)), *layouts, kind, looped=False)
+        y = xla_codes.matmul(*map(dispatch.as_packed_weight, (x, w)), *layouts, kind, looped=False)
         close(y, x.dequantize(), w.dequantize())
     if kind == "float8":
-        assert codes.choose_operand_type(*layouts, TargetDevice("cuda", "A100", 8.0)) is None
+        assert xla_codes.choose_operand_type(*layouts, TargetDevice("cuda", "A100", 8.0)) is None
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_the_kernel_quantizes_rows_by_static_scales(getkey, dtype, zero, scale):
     """As it multiplies codes by NumPy's division: with ties, values that are clipped, and rows that are not finite."""
     scale, most = np.float32(scale), float(jnp.finfo(dtype).max)
     q = eqq.quantize(weights(getkey(), (24, 300)) / 1e6, "int4")
-    for m, by_columns in ((1, False), (4, False), (35, False), (35, True)):
+    for m, column_major in ((1, False), (4, False), (35, False), (35, True)):
         units = np.array(300 * weights(getkey(), (m, 300)))
         units[0, :150] = np.arange(150) - 75.5  # ties
         with np.errstate(over="ignore"):
@@ -148,7 +148,7 @@ def test_the_kernel_quantizes_rows_by_static_scales(getkey, dtype, zero, scale):
             whole = np.rint(floats / scale + np.float32(zero or 0))
         codes = np.clip(whole, *((-128, 127) if zero is None else (0, 255))) + (128 if zero is None else 0)
         x_scale, x_zero = jnp.full((m, 1), scale), None if zero is None else jnp.full((m, 1), zero, jnp.uint8)
-        given = {"x_scale": x_scale, "x_zero": x_zero, "by_columns": (by_columns, False)}
+        given = {"x_scale": x_scale, "x_zero": x_zero, "column_major": (column_major, False)}
         wanted = product(jnp.asarray(codes.astype(np.uint8)), q, dtype=x.dtype, **given).astype(jnp.float32)
         y = product(x, q, **given)
         assert y.dtype == x.dtype
@@ -186,8 +186,8 @@ def test_batches_and_orders(getkey, m):
     check(y, x, x_scale, q)
     options = dict(x_scale=x_scale, dtype=jnp.float32)
     packed, layout = dispatch.as_stored_weight(q), layout_of(q.format, 130)
-    np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, by_columns=(True, False), **options), y)
-    np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, by_columns=(False, True), **options), y)
+    np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, column_major=(True, False), **options), y)
+    np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, column_major=(False, True), **options), y)
 
 
 def test_non_integer_operands_are_refused(getkey):

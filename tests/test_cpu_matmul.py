@@ -165,8 +165,8 @@ def test_both_orders_of_x_and_y(getkey, m, transpose):
     q = eqq.quantize(weights(getkey(), (2, 72, 582)), "nf4")
     inner = 72 if transpose else 582
     x = weights(getkey(), (2, m, inner))
-    for by_columns in ((True, False), (False, True), (True, True)):
-        check(x, q, transpose, by_columns=by_columns)
+    for column_major in ((True, False), (False, True), (True, True)):
+        check(x, q, transpose, column_major=column_major)
 
 
 def operations(f, *args):

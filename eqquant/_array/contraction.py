@@ -36,7 +36,7 @@ class Options(NamedTuple):
     precision: PrecisionLike = None
     implementation: str | None = None
     quantize_x: "Callable[[Array], AbstractRowsLike] | None" = None  # quantizes rows of activations
-    by_columns: tuple[bool, bool] = (False, False)  # whether memory holds `x`, and the result, by columns
+    column_major: tuple[bool, bool] = (False, False)  # whether memory holds `x`, and the result, by columns
 
 
 class Constraints(NamedTuple):
@@ -343,7 +343,7 @@ def _product(form: _MatmulForm, options: Options, x: Operand, w: AbstractOperand
     last = lambda axes: next((name for name in reversed(axes) if name in sides), None)
     x_is_quantized = isinstance(x, AbstractOperand)
     x_by_columns, y_by_columns = not x_is_quantized and last(form.x_axes) in form.m, last(form.out_axes) in form.m
-    transpose_if = lambda by_columns, a: jnp.swapaxes(a, -1, -2) if by_columns else a
+    transpose_if = lambda column_major, a: jnp.swapaxes(a, -1, -2) if column_major else a
 
     if x_is_quantized:
         x = x.as_matrices(form.matrices(form.x_axes, form.m))
@@ -357,7 +357,7 @@ def _product(form: _MatmulForm, options: Options, x: Operand, w: AbstractOperand
 
     weight = w.as_matrices(form.matrices(form.w_axes, form.n))
     product = weight.linear if isinstance(weight, AbstractOperand) else ft.partial(linear, weight)
-    y = product(x, options._replace(by_columns=(x_by_columns, y_by_columns)))
+    y = product(x, options._replace(column_major=(x_by_columns, y_by_columns)))
     y = transpose_if(y_by_columns, y)
     y_axes = (*form.front, *((*form.n, *form.m) if y_by_columns else (*form.m, *form.n)))
     y = _reshape(y, form.sizes(y_axes))

@@ -39,7 +39,7 @@ def bind_matmul(
         The result has their dtype.
     - `w`: a `QuantizedArray` in memory order, `(*batch, n, k)`, with the same batch axes as `x`; or a `SelectedArray`
         of such a shape, from a stack `(arrays, n, k)`.
-    - `options`: with `by_columns`, `x` and the result are matrices that memory holds by columns, as after
+    - `options`: with `column_major`, `x` and the result are matrices that memory holds by columns, as after
         `swapaxes(-1, -2)`. Values do not change, but a kernel that takes either order then reads and writes
         matrices without a copy, and XLA removes the transposes.
     - `transpose`: contracts `n` instead of `k`. Each of the two products is the gradient of the other.
@@ -59,7 +59,7 @@ def bind_matmul(
         transpose=transpose,
         precision=_precision(options.precision),
         implementation=options.implementation,
-        by_columns=options.by_columns,
+        column_major=options.column_major,
     )
 
 

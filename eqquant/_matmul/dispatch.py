@@ -23,7 +23,7 @@ from .._formats.base import has_zero_points
 from .._native import library
 from .._native.layout import StoredWeight
 from .._numerics.scale_bits import scale_to_bits
-from .kernels import codes, xla, xla_cpu
+from .kernels import xla, xla_codes, xla_cpu
 from .kernels.packed import decode_bytes, PackedWeight
 from .problem import MatmulProblem, TargetDevice
 from .rows import AbstractRows, Activations, StaticRows
@@ -40,11 +40,11 @@ class _Implementation(NamedTuple):
 
 
 def _wrap_kernel(
-    platform: str, load: Callable[[], ModuleType], *, any_layout: bool = False, **more: object
+    platform: str, load: Callable[[], ModuleType], *, takes_stored: bool = False, **more: object
 ) -> _Implementation:
     """Returns the implementation of a kernel module, which is imported at first use.
 
-    The module has the functions `refusal` and `matmul`. `matmul` takes matrices; with `any_layout` it also takes
+    The module has the functions `refusal` and `matmul`. `matmul` takes matrices; with `takes_stored` it also takes
     leading batch axes, matrices by rows or by columns, arrays as they are stored, and selections from a stack.
     """
 
@@ -63,12 +63,12 @@ def _wrap_kernel(
             precision=_precision(problem),
             target=target,
             **more,
-            **({"by_columns": problem.by_columns} if any_layout else {}),
+            **({"column_major": problem.column_major} if takes_stored else {}),
         )
         batch = x.shape[:-2]
         if math.prod(batch) == 0:
             return _run_xla(x, w, problem, target)
-        if any_layout:
+        if takes_stored:
             return product(x, as_stored_weight(w))
         weight = as_packed_weight(w)
         if not batch:
@@ -77,15 +77,15 @@ def _wrap_kernel(
         y = jax.vmap(product)(*flat)
         return y.reshape(*batch, *y.shape[1:])
 
-    return _Implementation((platform,), refusal, run, reads_stack=any_layout)
+    return _Implementation((platform,), refusal, run, reads_stack=takes_stored)
 
 
 def _run_xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDevice) -> Array:
     operand_type = xla_operand_type(problem, target)
     if operand_type is not None:
         looped = target.platform == "cpu" and target.kernel_refusal is None
-        x = as_codes(x)
-        y = codes.matmul(
+        x = as_quantized(x)
+        y = xla_codes.matmul(
             as_packed_weight(x), as_packed_weight(w), problem.x_layout, problem.layout, operand_type, looped=looped
         )
         return y.astype(problem.dtype)
@@ -106,13 +106,13 @@ def _run_xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDe
     return xla.multiply_decoded(x, w, QuantizedArray.dequantize, transpose=transpose, precision=precision)
 
 
-def xla_operand_type(problem: MatmulProblem, target: TargetDevice) -> codes.OperandType | None:
+def xla_operand_type(problem: MatmulProblem, target: TargetDevice) -> xla_codes.OperandType | None:
     """Returns the type in which `xla` multiplies codes by codes, or `None` if it decodes them."""
     if problem.activations is None or problem.transpose or problem.dtype.itemsize > 4:
         return None
     if problem.layout.has_vectors or problem.x_layout.has_vectors:
         return None
-    return codes.choose_operand_type(problem.x_layout, problem.layout, target)
+    return xla_codes.choose_operand_type(problem.x_layout, problem.layout, target)
 
 
 def decode_activations(problem: MatmulProblem, target: TargetDevice) -> MatmulProblem:
@@ -136,7 +136,7 @@ def _factor_out_row_scale(q: QuantizedArray) -> tuple[QuantizedArray, Float32[Ar
     return dataclasses.replace(q, scale_bits=ones), q.scale
 
 
-def as_codes(x: Activations) -> QuantizedArray:
+def as_quantized(x: Activations) -> QuantizedArray:
     """Returns activations as codes, without a gradient. Quantizes rows of floats."""
     x = x.quantize() if isinstance(x, AbstractRows) else x
     return dataclasses.replace(x, gradient_of=None)  # pyright: ignore[reportReturnType, reportArgumentType]
@@ -148,7 +148,7 @@ def _cpu_int8_refusal(problem: MatmulProblem, target: TargetDevice) -> str | Non
     if problem.transpose:
         return "the sum runs across the blocks of the weight"
     layout = problem.x_layout
-    if layout.kind != "integer" or layout.bits != 8 or not layout.one_scale or not -255 <= layout.offset <= 0:
+    if layout.kind != "integer" or layout.bits != 8 or not layout.per_channel or not -255 <= layout.offset <= 0:
         return f"it takes eight-bit integers with one scale for each row of activations, not {problem.activations!r}"
     return _import_cpu_int8().refusal(problem.layout, problem.m, problem.n, problem.dtype, target=target)
 
@@ -157,12 +157,12 @@ def _run_cpu_int8(
     x: Activations, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: TargetDevice
 ) -> Array:
     del target
-    product = ft.partial(_import_cpu_int8().matmul, layout=problem.layout, by_columns=problem.by_columns)
+    product = ft.partial(_import_cpu_int8().matmul, layout=problem.layout, column_major=problem.column_major)
     weight = as_stored_weight(w)
     if isinstance(x, AbstractRows) and x.format in _QUANTIZED_IN_KERNEL:
         static = {"x_scale": x.scale, "x_zero": x.zero_point} if isinstance(x, StaticRows) else {}
         return product(x.rows, weight, affine=has_zero_points(x.format), **static)
-    q = as_codes(x)
+    q = as_quantized(x)
     x, scale, zero, offset = q.codes, q.scale, q.zero_point, problem.x_layout.offset
     if zero is None and offset != -128:
         zero = jnp.full(scale.shape, -offset, jnp.uint8)
@@ -181,7 +181,7 @@ def _is_eight_bit_per_channel(p: MatmulProblem) -> bool:
     # The transposed product multiplies `x` by the scales first, which might underflow in float16.
     can_scale = not (p.transpose and p.dtype == jnp.float16)
     plain = layout.kind != "table" and not layout.zero_points and not layout.offsets
-    return can_scale and layout.one_scale and layout.bits == 8 and plain
+    return can_scale and layout.per_channel and layout.bits == 8 and plain
 
 
 def _never_refuse(problem: MatmulProblem, target: TargetDevice) -> None:
@@ -216,7 +216,7 @@ def _import_pallas_tpu() -> ModuleType:
 
 
 IMPLEMENTATIONS = {
-    "cpu": _wrap_kernel("cpu", _import_cpu, any_layout=True),
+    "cpu": _wrap_kernel("cpu", _import_cpu, takes_stored=True),
     "cpu_int8": _Implementation(
         ("cpu",), _cpu_int8_refusal, _run_cpu_int8, multiplies_codes=lambda problem, target: True, reads_stack=True
     ),
@@ -247,7 +247,7 @@ _SMALL = "codes times codes in a small type, which the platform multiplies faste
 def _both_integer(problem: MatmulProblem) -> bool:
     if problem.activations is None:
         return False
-    return codes.is_integer(problem.x_layout) and codes.is_integer(problem.layout)
+    return xla_codes.is_integer(problem.x_layout) and xla_codes.is_integer(problem.layout)
 
 
 # The first preference that applies wins, unless its implementation refuses the product.
@@ -258,7 +258,7 @@ _PREFERENCES = (
     _Preference("cuda", "pallas_gpu", lambda p, _: p.m <= 256, _FEW_ROWS),
     _Preference("cuda", "xla", lambda p, _: True, _MANY_ROWS),
     _Preference("tpu", "xla", lambda p, _: _is_eight_bit_per_channel(p), _FUSED),
-    _Preference("tpu", "pallas_tpu", lambda p, _: p.m <= (256 if p.layout.one_scale else 64), _FEW_ROWS),
+    _Preference("tpu", "pallas_tpu", lambda p, _: p.m <= (256 if p.layout.per_channel else 64), _FEW_ROWS),
     _Preference("tpu", "xla", lambda p, _: True, _MANY_ROWS),
     _Preference("cpu", "xla", lambda p, _: library.isa() == "generic", _GENERIC_ISA),
     _Preference("cpu", "cpu", lambda p, _: True, "the packed weight is decoded in registers and in the cache"),
@@ -310,7 +310,7 @@ def run_implementation(
         w = w.gather()
     if problem.activations is None or implementation.multiplies_codes(problem, target):
         return implementation.run(x, w, problem, target)
-    float_problem, q, factor = decode_activations(problem, target), as_codes(x), None
+    float_problem, q, factor = decode_activations(problem, target), as_quantized(x), None
     if xla_operand_type(problem, target) == "bfloat16":
         # Without the factor of its row, every value is exact in bfloat16.
         q, factor = _factor_out_row_scale(q)
@@ -378,7 +378,7 @@ def decode_reason(problem: MatmulProblem, target: TargetDevice, name: str) -> st
     if problem.transpose or problem.dtype.itemsize > 4:
         return "the sum runs across the blocks of the weight" if problem.transpose else "float64 holds more than codes"
     sides = ((problem.format, problem.layout), (problem.activations, problem.x_layout))
-    non_integer = [repr(format) for format, layout in sides if not codes.is_integer(layout)]
+    non_integer = [repr(format) for format, layout in sides if not xla_codes.is_integer(layout)]
     if non_integer:
         levels = f"the levels of {' and '.join(non_integer)} are not integers"
         return f"{target.platform} has no type that multiplies the codes of both: {levels}"

@@ -32,7 +32,7 @@ class MatmulProblem(NamedTuple):
     transpose: bool
     precision: PrecisionLike = None
     decoded_scales: bool = False  # whether scales are floats although the format quantizes them, as in a shard
-    by_columns: tuple[bool, bool] = (False, False)  # whether memory holds `x`, and the result, by columns
+    column_major: tuple[bool, bool] = (False, False)  # whether memory holds `x`, and the result, by columns
     activations: AbstractFormat | None = None
 
     @property
@@ -51,7 +51,7 @@ def describe_matmul(
     w: QuantizedArray | SelectedArray,
     transpose: bool,
     precision: PrecisionLike,
-    by_columns: tuple[bool, bool] = (False, False),
+    column_major: tuple[bool, bool] = (False, False),
 ) -> MatmulProblem:
     """Describes the product of two operands: arrays, or only shapes and dtypes."""
     (n, k), dtype, plain = (
@@ -61,4 +61,4 @@ def describe_matmul(
     )
     x_format = getattr(x, "format", None)
     activations = x_format if isinstance(x_format, AbstractFormat) else None  # `jax.Array.format` is a layout
-    return MatmulProblem(x.shape[-2], n, k, dtype, w.format, transpose, precision, plain, by_columns, activations)
+    return MatmulProblem(x.shape[-2], n, k, dtype, w.format, transpose, precision, plain, column_major, activations)

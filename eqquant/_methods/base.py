@@ -14,7 +14,7 @@ from .._formats.base import AbstractFormat, AbstractVectorFormat, is_ours, Scale
 from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .fingerprint import check_same_weight
 from .grid import encode_by_chunks, EncodedRows, Grid, store
-from .inputs import check_statistic, InputsError, is_collected, share_inputs, statistic, Statistics
+from .statistics import check_statistic, InputsError, is_collected, share_inputs, statistic, Statistics
 
 
 # Damping of column weights, relative to their mean.

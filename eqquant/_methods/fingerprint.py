@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from .inputs import InputsError, is_collected
+from .statistics import InputsError, is_collected
 
 
 # The more sums, the better they tell how far two weights are apart: to within 1 / sqrt(2 SUMS) of the distance.

@@ -15,7 +15,7 @@ from .base import AbstractMethod, AbstractScaleMethod
 from .choose import Rows, ZeroPoints
 from .gram import check_gram, gram_of, HIGHEST, map_layers, WIDTH
 from .grid import decode_by, encode_by, EncodedRows, Grid, store
-from .inputs import Inputs
+from .statistics import Inputs
 
 
 class GPTQ(AbstractMethod):

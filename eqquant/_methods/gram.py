@@ -9,7 +9,7 @@ from jaxtyping import Array, Float32
 
 from .._numerics.batching import Index, map_chunks, vmap_leading
 from .._types import PyTree
-from .inputs import Inputs, statistic
+from .statistics import Inputs, statistic
 
 
 WIDTH = 128  # how many columns are handled one by one before the rest is corrected, by a product

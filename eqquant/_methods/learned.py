@@ -16,8 +16,8 @@ from .choose import Rows
 from .gptq import GPTQ
 from .gram import check_gram, gram_of, HIGHEST, map_layers, WIDTH
 from .grid import decode_by, encode_by, EncodedRows, Grid, load_grid
-from .inputs import Inputs
 from .mse import MSE
+from .statistics import Inputs
 
 
 class LearnedRounding(AbstractMethod):

@@ -3,8 +3,8 @@
 from .._formats.base import AbstractFormat, Blocks, Scales
 from .base import AbstractScaleMethod
 from .choose import ZeroPoints
-from .inputs import Inputs
 from .search import search_least_squares, start_search
+from .statistics import Inputs
 
 
 class MSE(AbstractScaleMethod):

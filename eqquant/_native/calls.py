@@ -23,7 +23,7 @@ def multiply(
     layout: Layout,
     outer: int,
     dtype: DTypeLike,
-    by_columns: tuple[bool, bool],
+    column_major: tuple[bool, bool],
     *more: Array,
     **attributes: bool,
 ) -> Float[Array, "*batch m outer"]:
@@ -31,11 +31,11 @@ def multiply(
 
     `more` operands and `attributes` belong to one of the two.
 
-    `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
+    `column_major`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
     so that the transposes of its caller cancel.
     """
-    transpose_if = lambda by_columns, a: jnp.swapaxes(a, -1, -2) if by_columns else a
-    m, (x_by_columns, y_by_columns) = x.shape[-2], by_columns
+    transpose_if = lambda column_major, a: jnp.swapaxes(a, -1, -2) if column_major else a
+    m, (x_by_columns, y_by_columns) = x.shape[-2], column_major
     shape = (outer, m) if y_by_columns else (m, outer)
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((*x.shape[:-2], *shape), dtype), vmap_method="broadcast_all")
     y = call(

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
         return not self.table
 
     @property
-    def one_scale(self) -> bool:
+    def per_channel(self) -> bool:
         """Whether scales are per channel: one for each row."""
         return self.block_size >= self.length
 

@@ -13,7 +13,7 @@ from .._array.checks import check_not_masked, check_quantizable
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._methods.fingerprint import check_same_weight
-from .._methods.inputs import InputsError, Statistics
+from .._methods.statistics import InputsError, Statistics
 from .._numerics.axes import as_axes
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray

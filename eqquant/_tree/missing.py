@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 
 from .._methods import AbstractMethod
-from .._methods.inputs import InputsError, Statistics
+from .._methods.statistics import InputsError, Statistics
 from .leaves import abbreviate_list
 
 

@@ -19,7 +19,7 @@ from .._array.value import AbstractArrayValue
 from .._errors import FORMAT_KEYWORDS, suggest_keywords
 from .._mesh import full_spec, on_device
 from .._methods import AbsMax, AbstractMethod
-from .._methods.inputs import InputsError
+from .._methods.statistics import InputsError
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.simulated import fake_quantize_array, FakeQuantizedArray

@@ -15,7 +15,7 @@ from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.fingerprint import check_same_weight
-from .._methods.inputs import check_statistic, InputsError
+from .._methods.statistics import check_statistic, InputsError
 from .._types import PyTree
 from .._wrappers.scaled import ScaledArray
 from .change import Apply, change_model, divide_outputs, FoldChanges, multiply_inputs, select_weights

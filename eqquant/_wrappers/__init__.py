@@ -4,8 +4,8 @@
 from . import (
     convolution as convolution,
     lookup_rules as lookup_rules,
+    movement_rules as movement_rules,
     multiplied as multiplied,
     pointwise_rules as pointwise_rules,
     ragged_rules as ragged_rules,
-    structure_rules as structure_rules,
 )

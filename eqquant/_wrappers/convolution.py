@@ -29,8 +29,8 @@ from .._array.dense import allow_dense
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue
 from .._formats.layout import layout_of
-from .._matmul.dispatch import as_codes, as_packed_weight
-from .._matmul.kernels import codes
+from .._matmul.dispatch import as_packed_weight, as_quantized
+from .._matmul.kernels import xla_codes
 from .._native.layout import Layout
 from .._numerics.axes import as_axes, logical_order
 from .activation import ActivationQuantizedArray
@@ -70,7 +70,7 @@ def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: Params
         expected = dense(values, w.dequantize())
     if not multiplies_codes:
         return expected
-    y = _convolve_codes(as_codes(q), weight, restore_shape, params)
+    y = _convolve_codes(as_quantized(q), weight, restore_shape, params)
     return value_of(y.astype(expected.dtype), gradient_of=expected)
 
 
@@ -84,7 +84,7 @@ def _can_multiply_codes(q: QuantizedArray, w: Array | AbstractArrayValue, params
     inputs = {axis % w.ndim for axis in as_axes(w.axis)}
     whole_channels = inputs == set(range(w.ndim)) - {params["dimension_numbers"].rhs_spec[0]}
     return whole_channels and all(
-        layout.one_scale and not layout.offsets and codes.is_integer(layout) for layout in _get_layouts(q, w)
+        layout.per_channel and not layout.offsets and xla_codes.is_integer(layout) for layout in _get_layouts(q, w)
     )
 
 
@@ -92,8 +92,8 @@ def _convolve_codes(
     q: QuantizedArray, w: QuantizedArray, restore_shape: Callable[[Array], Array], params: Params
 ) -> Float[Array, "..."]:
     numbers, (x_layout, w_layout) = params["dimension_numbers"], _get_layouts(q, w)
-    left = codes.operand(as_packed_weight(q), x_layout, "int8", x_layout.length)
-    right = codes.operand(as_packed_weight(w), w_layout, "int8", w_layout.length)
+    left = xla_codes.operand(as_packed_weight(q), x_layout, "int8", x_layout.length)
+    right = xla_codes.operand(as_packed_weight(w), w_layout, "int8", w_layout.length)
     shape = lambda n, axis: tuple(n if i == axis else 1 for i in range(w.ndim))
     per_example = lambda a, spec: a.reshape(shape(a.shape[0], spec[0]))
     per_channel = lambda a, spec, axis: a.reshape(shape(a.shape[0], spec[axis]))

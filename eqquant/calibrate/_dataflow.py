@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params, Literal, Var
 
-from ._observe import observe_p, Record
+from ._observe_primitive import observe_p, Record
 
 
 class Place(NamedTuple):

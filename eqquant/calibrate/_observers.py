@@ -24,7 +24,7 @@ from .._program.views import view_weight
 from .._tree.leaves import Leaf
 from .._types import PyTree
 from ._calibrator import AbstractCalibrator
-from ._observe import Moments, observe
+from ._observe_primitive import Moments, observe
 
 
 Apply: TypeAlias = Callable[[PyTree, PyTree], PyTree]

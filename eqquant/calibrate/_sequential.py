@@ -19,7 +19,7 @@ from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import as_method, check_dtype
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
-from .._methods.inputs import InputsError, share_inputs
+from .._methods.statistics import InputsError, share_inputs
 from .._numerics.axes import logical_order, memory_order
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves

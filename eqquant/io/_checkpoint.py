@@ -14,7 +14,7 @@ from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
 from .._report import escape_text, Name, Report, report_table, show_bytes
 from ._dialects import bitsandbytes, compressed_tensors, gguf, gpt_oss, gptq, mlx, own, safetensors, torchao
-from ._dialects.item import Item
+from ._dialects._item import Item
 from ._files import find_files
 
 

@@ -24,7 +24,7 @@ from .._types import PyTree
 from .._wrappers.concatenate import concatenate, split, stack
 from .._wrappers.permuted import PermutedArray
 from ._checkpoint import Checkpoint, open as open_checkpoint
-from ._dialects.item import Item
+from ._dialects._item import Item
 from ._entry import describe, describe_leaf, Entry, is_one
 from ._lazy import LazyArray
 from ._load import own_sharding

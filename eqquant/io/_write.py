@@ -21,7 +21,7 @@ from ._safetensors import split
 from ._save import check_shard_nbytes, checked_entry, INDEX, shards_in, write_shards
 from ._tensors import NewTensor
 from ._writers import bitsandbytes, compressed_tensors, gguf, gptq, mlx
-from ._writers.layout import dense, Scheme, WrittenArray
+from ._writers._layout import dense, Scheme, WrittenArray
 
 
 WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, gptq, mlx)}

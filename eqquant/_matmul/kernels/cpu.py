@@ -40,14 +40,14 @@ def matmul(
     transpose: bool,
     precision: str,
     target: TargetDevice = TargetDevice("cpu"),
-    by_columns: tuple[bool, bool] = (False, False),
+    column_major: tuple[bool, bool] = (False, False),
 ) -> Float[Array, "*batch y_rows y_columns"]:
     """Computes the product, where `refusal` returns `None`.
 
     Products are as exact as XLA's own in float32. With results of 16 bits, or with precision "fastest", the kernel may
     round `x` to 16 bits.
 
-    `by_columns`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
+    `column_major`: whether memory holds `x`, and the result, by columns. The kernel then reads or writes the transpose,
     so that the transposes of its caller cancel.
     """
     del target
@@ -56,5 +56,5 @@ def matmul(
     if layout.offsets:
         x = x.astype(jnp.float32)  # so that the sum of two products is rounded only once
     options = {"transpose": transpose, "coarse": coarse}
-    y = calls.multiply(library.MATMUL, x, weight, layout, outer, x.dtype, by_columns, **options)
+    y = calls.multiply(library.MATMUL, x, weight, layout, outer, x.dtype, column_major, **options)
     return y.astype(dtype)

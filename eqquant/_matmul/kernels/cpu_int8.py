@@ -41,7 +41,7 @@ def matmul(
     x_zero: UInt8[Array, "*batch m 1"] | None = None,
     affine: bool = False,
     dtype: DTypeLike | None = None,
-    by_columns: tuple[bool, bool] = (False, False),
+    column_major: tuple[bool, bool] = (False, False),
 ) -> Float[Array, "*batch y_rows y_columns"]:
     """Computes the product, where `refusal` returns `None`.
 
@@ -49,10 +49,10 @@ def matmul(
     - `x_scale`, `x_zero`: the scales and zero points of codes, or static ones for floats. Without them floats are
         quantized dynamically, with zero points if `affine`.
     - `dtype`: the dtype of the result; by default the dtype of the floats `x`.
-    - `by_columns`: as in `cpu.matmul`.
+    - `column_major`: as in `cpu.matmul`.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     more = [a for a in (x_scale, x_zero) if a is not None]
     attributes = {"affine": affine or x_zero is not None, "scaled": x_scale is not None}
     outer = weight.codes.shape[-2]
-    return calls.multiply(library.MATMUL_INT8, x, weight, layout, outer, dtype, by_columns, *more, **attributes)
+    return calls.multiply(library.MATMUL_INT8, x, weight, layout, outer, dtype, column_major, *more, **attributes)

@@ -41,7 +41,7 @@ def alignment_refusal(layout: Layout) -> str | None:
     blocks of 16 or 32, a kernel can read bytes whose codes in one plane share a scale.
     """
     size = layout.block_size
-    if layout.one_scale or size % packing.PLANE == 0 or size in (16, 32):
+    if layout.per_channel or size % packing.PLANE == 0 or size in (16, 32):
         return None
     return f"blocks of {size} do not line up with runs of {packing.PLANE} codes; 16, 32 and multiples of 64 do"
 

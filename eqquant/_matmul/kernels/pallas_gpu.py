@@ -132,13 +132,13 @@ def refusal(
 
 def _step_bytes(layout: Layout) -> int:
     """Returns the bytes of a row per step: a packed segment; for codes of one byte, two runs."""
-    wide = layout.bits == 8 and (layout.one_scale or layout.block_size % (2 * packing.PLANE) == 0)
+    wide = layout.bits == 8 and (layout.per_channel or layout.block_size % (2 * packing.PLANE) == 0)
     return packing.PLANE * (2 if wide and layout.length >= 2 * packing.PLANE else 1)
 
 
 def _run_bytes(layout: Layout) -> int:
     """Returns the bytes of a row to decode at a time: each plane of them has one scale."""
-    return _step_bytes(layout) if layout.one_scale else min(_step_bytes(layout), layout.block_size)
+    return _step_bytes(layout) if layout.per_channel else min(_step_bytes(layout), layout.block_size)
 
 
 def _kernel_length(layout: Layout) -> int:
@@ -159,7 +159,7 @@ class _Weight(NamedTuple):
     def load_row_scales(self, layout: Layout, n: Array, dtype: DTypeLike) -> Float32[Array, " rows"] | None:
         """Returns the per-channel factors, or `None`."""
         stretch = layout.stretch(dtype)
-        factors = [decode_scale(self.scale[n, 0], layout.scale)] if layout.one_scale else []
+        factors = [decode_scale(self.scale[n, 0], layout.scale)] if layout.per_channel else []
         factors += [self.row_scale[n, 0]] if self.row_scale is not None else []
         factors += [jnp.full(n.shape, 1 / stretch, jnp.float32)] if stretch != 1 else []
         return ft.reduce(jnp.multiply, factors) if factors else None
@@ -174,7 +174,7 @@ class _Weight(NamedTuple):
         for plane in range(layout.planes):
             block = _column(byte, plane, layout) // layout.block_size
             zero = None if self.zero_point is None else self.zero_point[n, block].astype(jnp.int32)
-            scale = None if layout.one_scale else decode_scale(self.scale[n, block], layout.scale)
+            scale = None if layout.per_channel else decode_scale(self.scale[n, block], layout.scale)
             planes.append((decode(codes, zero, plane, layout, self.table, dtype, interpret), scale))
         return planes
 

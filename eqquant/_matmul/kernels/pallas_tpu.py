@@ -49,15 +49,15 @@ class Config(NamedTuple):
 
 # By device (a part of its name, "any" for others), bits and shape class. Chosen by the number of compiled instructions,
 # not yet by time. Larger tiles need slightly fewer, but the kernel computes nothing while it loads the first tile.
-CONFIGS: dict[tuple[str, int, Literal["blocks", "one_scale"]], Config] = {
+CONFIGS: dict[tuple[str, int, Literal["blocks", "per_channel"]], Config] = {
     **{("any", bits, "blocks"): Config(tile_m=64, tile_n=256, unroll=2 * bits) for bits in (1, 2, 4, 8)},
-    **{("any", bits, "one_scale"): Config(tile_m=256, tile_n=256, unroll=2 * bits) for bits in (1, 2, 4, 8)},
+    **{("any", bits, "per_channel"): Config(tile_m=256, tile_n=256, unroll=2 * bits) for bits in (1, 2, 4, 8)},
 }
 
 
 def tune(device: str, layout: Layout) -> Config:
     """Returns the configuration for a device, given its name."""
-    shape = "one_scale" if layout.one_scale else "blocks"
+    shape = "per_channel" if layout.per_channel else "blocks"
     known = (name for name, *rest in CONFIGS if name in device and rest == [layout.bits, shape])
     return CONFIGS[next(known, "any"), layout.bits, shape]
 
@@ -90,19 +90,19 @@ class Tiling(NamedTuple):
     @property
     def planes_share_scales(self) -> bool:
         """Whether the planes of a segment share a scale."""
-        return self.layout.one_scale or self.layout.block_size % (packing.PLANE * self.layout.planes) == 0
+        return self.layout.per_channel or self.layout.block_size % (packing.PLANE * self.layout.planes) == 0
 
     @property
     def copies(self) -> int:
         """The number of copies of `x`: the number of blocks in the lanes of a plane."""
-        if self.layout.one_scale or self.layout.block_size % (2 * packing.PLANE * self.layout.planes) == 0:
+        if self.layout.per_channel or self.layout.block_size % (2 * packing.PLANE * self.layout.planes) == 0:
             return 1
         return LANES // min(packing.PLANE, self.layout.block_size)
 
     @property
     def vmem_bytes(self) -> int:
         """The approximate bytes of two tiles, since the next one loads meanwhile."""
-        blocks = 0 if self.layout.one_scale else pl.cdiv(self.layout.length, self.layout.block_size)
+        blocks = 0 if self.layout.per_channel else pl.cdiv(self.layout.length, self.layout.block_size)
         weight = self.tile_n * (self.row_bytes + 8 * (pl.cdiv(blocks, LANES) * LANES))
         rows = self.tile_m * self.columns  # a tile of the result if transposed, else of copies of `x`
         x = rows * 4 if self.transpose else rows * self.copies * jnp.dtype(self.dtype).itemsize
@@ -214,7 +214,7 @@ def _multiply_forward(
         operands["shift"], specs["shift"] = shift, by_row
     if tiling.has_shift:
         blocks = weight.scale.shape[1]
-        size = tiling.columns if layout.one_scale else layout.block_size
+        size = tiling.columns if layout.per_channel else layout.block_size
         sums = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, blocks * size - tiling.columns)])
         operands["sums"] = sums.reshape(-1, blocks, size).sum(axis=2)
         specs["sums"] = pl.BlockSpec((tiling.tile_m, blocks), lambda i, j: (i, 0))
@@ -272,7 +272,7 @@ def _weight_operands(weight: PackedWeight, tiling: Tiling) -> tuple[dict[str, Ar
     layout, tile_n = tiling.layout, tiling.tile_n
     operands: dict[str, Array] = {"codes": weight.codes}
     specs = {"codes": pl.BlockSpec((tile_n, tiling.row_bytes), lambda i, j: (j, 0))}
-    if not layout.one_scale:
+    if not layout.per_channel:
         blocks = weight.scale.shape[1]
         by_block = pl.BlockSpec((tile_n, blocks), lambda i, j: (j, 0))
         arrange = lambda a: a
@@ -293,7 +293,7 @@ def _row_factors(
 ) -> tuple[Float32[Array, "1 n"] | None, Float32[Array, "1 n"] | None]:
     """Returns the per-channel scale and shift of decoded codes, or `None`."""
     row_scale = None if weight.row_scale is None else weight.row_scale.T
-    if not tiling.layout.one_scale:
+    if not tiling.layout.per_channel:
         return row_scale, None
     scale = decode_scale(weight.scale, tiling.layout.scale).T
     scale = scale if row_scale is None else scale * row_scale
@@ -305,7 +305,7 @@ def _row_factors(
 
 
 def _scratch(weight: PackedWeight, tiling: Tiling) -> dict[str, pl.MemoryRef]:
-    if tiling.layout.one_scale:
+    if tiling.layout.per_channel:
         return {}
     by_block = pltpu.VMEM((weight.scale.shape[1], tiling.tile_n), jnp.float32)
     shift = {"shift_ref": by_block} if tiling.transpose and tiling.has_shift else {}

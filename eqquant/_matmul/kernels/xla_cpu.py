@@ -48,7 +48,7 @@ def matmul(
     wide = accumulator(x.dtype)
     # Values that are rounded to 16 bits must be scaled first. Otherwise it is cheaper to scale the results or `x`.
     round_to = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
-    apply_scale = not layout.one_scale or round_to is not None or wide.itemsize > 4 or layout.offsets
+    apply_scale = not layout.per_channel or round_to is not None or wide.itemsize > 4 or layout.offsets
     gathers = _count_bytes(weight, layout.length, wide) <= ROWS_BYTES
     decoder = _PlaneDecoder(layout, wide, round_to, apply_scale, gathers)
     return _multiply_by_rows(x, weight, decoder, transpose=transpose, precision=precision)
@@ -158,7 +158,7 @@ class _PlaneDecoder(NamedTuple):
         layout, body, run = self.layout, self.body, self.run
         rows, parts = weight.codes.shape[0], []
         # The values of a unit share a scale.
-        unit = run if layout.one_scale else math.gcd(run, layout.block_size)
+        unit = run if layout.per_channel else math.gcd(run, layout.block_size)
         packed = weight.codes[:, : packing.packed_length(body, layout.bits)]
         count = body // layout.planes // run  # whole segments
         codes = packed.reshape(rows, count, packed.shape[1] // (max(count, 1) * run), run // unit, unit)
@@ -199,7 +199,7 @@ class _PlaneDecoder(NamedTuple):
     def _per_unit(self, per_block: Float32[Array, "rows blocks"], unit: int) -> list[Float32[Array, "rows _ units 1"]]:
         """Returns one number per unit, for each plane."""
         layout, (rows, blocks) = self.layout, per_block.shape
-        if layout.one_scale:
+        if layout.per_channel:
             return [per_block[:, :, None, None]] * layout.planes
         repeated = jnp.broadcast_to(per_block[:, :, None], (rows, blocks, layout.block_size // unit))
         units = repeated.reshape(rows, blocks * repeated.shape[2])[:, : self.body // unit]

@@ -24,7 +24,7 @@ from .._bits import unpack_high_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import num_bytes, parse_json, StoredTensor
-from .item import expect, group, Item, Parts, read_items, weight
+from ._item import expect, group, Item, Parts, read_items, weight
 
 
 NAME = "bitsandbytes"

@@ -36,7 +36,7 @@ from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import StoredTensor
-from .item import (
+from ._item import (
     act_order,
     as_format,
     expect,
@@ -50,7 +50,7 @@ from .item import (
     unreadable_item,
     weight,
 )
-from .scaled import as_float32, find_scale_grid, float_kind, microscaled_item, read_outer, scale_dtype, scaled_item
+from ._scaled import as_float32, find_scale_grid, float_kind, microscaled_item, read_outer, scale_dtype, scaled_item
 
 
 NAME = "compressed-tensors"

@@ -12,7 +12,7 @@ from .._gguf import SIZES
 from .._repack import Nested, Unpacked
 from .._tensors import DTYPES, StoredTensor
 from .._vector_blocks import VectorBlockType
-from .item import Item, plain, unreadable_item, weight
+from ._item import Item, plain, unreadable_item, weight
 
 
 NAME = "gguf"

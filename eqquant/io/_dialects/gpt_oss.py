@@ -12,8 +12,8 @@ import dataclasses
 
 from ..._formats import MXFP4
 from .._files import Files
-from .item import expect, group, Item, Parts, read_items, weight
-from .scaled import microscaled_item
+from ._item import expect, group, Item, Parts, read_items, weight
+from ._scaled import microscaled_item
 
 
 NAME = "gpt-oss"

@@ -31,7 +31,7 @@ from .._bits import in_each_byte, off_stride, pack_codes, pack_columns, unpack_c
 from .._files import Files, read_json
 from .._repack import Unpacked
 from .._tensors import DTYPES, MappedFile, StoredTensor
-from .item import (
+from ._item import (
     act_order,
     as_format,
     expect,

@@ -18,8 +18,8 @@ from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import DTYPES
-from .item import as_format, expect, FLOATS, group, Item, Parts, read_items, settings_of, unreadable_item, weight
-from .scaled import microscaled_item
+from ._item import as_format, expect, FLOATS, group, Item, Parts, read_items, settings_of, unreadable_item, weight
+from ._scaled import microscaled_item
 
 
 NAME = "mlx"

@@ -3,7 +3,7 @@
 from .._files import Files
 from .._load import read_leaf
 from .._manifest import KEY, read_manifest, SavedLeaf
-from .item import Item
+from ._item import Item
 
 
 NAME = "eqquant"

@@ -1,7 +1,7 @@
 """Reads any safetensors file without quantized weights."""
 
 from .._files import Files
-from .item import Item, plain_arrays
+from ._item import Item, plain_arrays
 
 
 NAME = "safetensors"

@@ -26,8 +26,8 @@ from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import DTYPES, parse_json, StoredTensor
-from .item import as_format, expect, FLOATS, INTEGERS, Item, Parts, read_items, unreadable_item, weight
-from .scaled import as_float32, float_kind, group_size, microscaled_item, read_outer, scale_dtype, scaled_item
+from ._item import as_format, expect, FLOATS, INTEGERS, Item, Parts, read_items, unreadable_item, weight
+from ._scaled import as_float32, float_kind, group_size, microscaled_item, read_outer, scale_dtype, scaled_item
 
 
 NAME = "torchao"

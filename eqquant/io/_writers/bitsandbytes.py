@@ -20,7 +20,7 @@ from ..._array.codes import row_length
 from ..._formats import Codebook, Int8, NF4
 from ..._formats.base import levels_of
 from .._tensors import NewTensor
-from .layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
+from ._layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
 
 
 NAME = "bitsandbytes"

@@ -19,7 +19,7 @@ from ..._formats import FP8, Int2, Int3, Int4, Int5, Int6, Int8, MXFP4, NVFP4
 from ..._formats.base import has_zero_points
 from .._bits import pack_low_first, pack_words
 from .._tensors import NewTensor
-from .layout import as_tensor, finite_scales, narrow, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
+from ._layout import as_tensor, finite_scales, narrow, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
 
 
 NAME = "compressed-tensors"

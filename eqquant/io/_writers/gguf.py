@@ -19,7 +19,7 @@ from .._blocks import BLOCK_TYPES
 from .._entry import AnyArray
 from .._gguf import ALIGNMENT, ARRAY, ArrayValue, MAGIC, MAX_DIMENSIONS, SCALARS, SIZES, TEXT, TEXT_ERRORS, TYPES
 from .._tensors import NAME_OF, NewTensor, to_bytes
-from .layout import dense, finite_scales, refuse, row_parts, unpack_rows, WrittenArray
+from ._layout import dense, finite_scales, refuse, row_parts, unpack_rows, WrittenArray
 
 
 NAME = "gguf"

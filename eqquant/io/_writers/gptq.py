@@ -15,7 +15,7 @@ from ..._formats import Int2, Int3, Int4, Int8
 from ..._wrappers.permuted import PermutedArray
 from .._bits import pack_words
 from .._tensors import NewTensor
-from .layout import as_tensor, finite_scales, narrow, pack_rows, refuse, Scheme, WrittenArray
+from ._layout import as_tensor, finite_scales, narrow, pack_rows, refuse, Scheme, WrittenArray
 
 
 NAME = "gptq"

@@ -12,7 +12,7 @@ from ..._array.array import QuantizedArray
 from ..._formats import MLX, MXFP4, MXFP8, NVFP4
 from .._bits import pack_words
 from .._tensors import NewTensor
-from .layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
+from ._layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
 
 
 NAME = "mlx"

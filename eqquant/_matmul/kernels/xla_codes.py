@@ -41,7 +41,7 @@ def choose_operand_type(x: Layout, w: Layout, target: TargetDevice) -> OperandTy
     if target.platform == "cpu" or x.zero_points or w.zero_points:
         return None
     floats = ("float8_e4m3fn", "float8_e5m2")
-    if x.kind in floats and w.kind in floats and x.one_scale and w.one_scale:
+    if x.kind in floats and w.kind in floats and x.per_channel and w.per_channel:
         return "float8" if target.platform != "cuda" or target.capability >= 8.9 else None
     return "bfloat16" if _is_exact(x) and _is_exact(w) else None
 
@@ -159,7 +159,7 @@ def operand(packed: PackedWeight, layout: Layout, operand_type: OperandType, uni
     blocks = -(-length // unit)
     codes = packing.unpack(packed.codes, layout.bits, length)
     scale = decode_scale(packed.scale, layout.scale)
-    scale_values = operand_type == "bfloat16" and not layout.one_scale  # per-group scales are exact in bfloat16
+    scale_values = operand_type == "bfloat16" and not layout.per_channel  # per-group scales are exact in bfloat16
     scale = scale if packed.row_scale is None or scale_values else scale * packed.row_scale
     # Blocks of the layout are at least as long as the blocks of the sum.
     block = np.minimum(np.arange(blocks) * unit // layout.block_size, scale.shape[1] - 1)
@@ -189,7 +189,7 @@ def operand(packed: PackedWeight, layout: Layout, operand_type: OperandType, uni
 
 def _shared_length(x: Layout, w: Layout) -> int:
     """Returns the number of codes along the sum that share the scales of both."""
-    whole = math.gcd(*(layout.block_size for layout in (x, w) if not layout.one_scale)) or x.length
+    whole = math.gcd(*(layout.block_size for layout in (x, w) if not layout.per_channel)) or x.length
     if whole <= _MAX_SUM_LENGTH:
         return whole
     return math.gcd(whole, _MAX_SUM_LENGTH) if whole < x.length else _MAX_SUM_LENGTH
@@ -210,7 +210,7 @@ def _is_exact(layout: Layout) -> bool:
     table = np.asarray(layout.table, np.float32)
     table = table[np.isfinite(table)]
     scales = np.ones(1, np.float32)
-    if not layout.one_scale:
+    if not layout.per_channel:
         if layout.scale not in ("e8m0", "e4m3", "e5m2", "ue4m4"):
             return False
         # Powers of two are exact.

@@ -51,7 +51,7 @@ def _compute(
     transpose: bool,
     precision: PrecisionLike,
     implementation: str | None,
-    by_columns: tuple[bool, bool],
+    column_major: tuple[bool, bool],
     devices: int = 1,
 ) -> Array:
     x, w = unflatten_operands(args, x_tree, w_tree)
@@ -61,7 +61,7 @@ def _compute(
         w = dataclasses.replace(w, stack=dataclasses.replace(w.stack, gradient_of=None))
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # an empty sum
-    describe = ft.partial(describe_matmul, transpose=transpose, precision=precision, by_columns=by_columns)
+    describe = ft.partial(describe_matmul, transpose=transpose, precision=precision, column_major=column_major)
     run = lambda x, w: dispatch.run_implementation(x, w, describe(x, w), target, implementation)
     with allow_dense():
         if devices == 1:
@@ -89,7 +89,7 @@ def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **pa
     return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 
 
-def _run_eagerly(*args: Array, **params: object) -> Array:
+def _impl(*args: Array, **params: object) -> Array:
     platform = next(iter(args[0].devices())).platform
     return _compute(TargetDevice("cuda" if platform == "gpu" else str(platform)), *args, **params)  # pyright: ignore[reportArgumentType]
 
@@ -138,12 +138,12 @@ def _multiply_selected(product: Callable[[Array, Array], Array], x: Array, stack
 
 
 def _transpose(
-    dy: Tangent, *args: Primal, transpose: bool, by_columns: tuple[bool, bool], **params: object
+    dy: Tangent, *args: Primal, transpose: bool, column_major: tuple[bool, bool], **params: object
 ) -> list[Array | None]:
     no_gradients = [None] * (len(args) - 1)
     if isinstance(dy, ad.Zero):
         return [None, *no_gradients]
-    dx = quantized_matmul_p.bind(dy, *args[1:], transpose=not transpose, by_columns=by_columns[::-1], **params)
+    dx = quantized_matmul_p.bind(dy, *args[1:], transpose=not transpose, column_major=column_major[::-1], **params)
     return [dx, *no_gradients]
 
 
@@ -165,7 +165,7 @@ def _batch(
         stacked = [move_batch_axis(a, d, size, to=-3) for a, d in x_leaves]
         m = stacked[0].shape[-2]
         rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
-        y = bind(*rows, *(a for a, _ in w_leaves), by_columns=(False, False))  # memory is no longer by columns
+        y = bind(*rows, *(a for a, _ in w_leaves), column_major=(False, False))  # no longer column-major
         return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
     selected = _batch_selections(w_leaves, w_tree, size)
     if selected is not None:
@@ -199,9 +199,9 @@ quantized_matmul_p.def_abstract_eval(_abstract_eval)
 quantized_matmul_p.def_impl(
     jit_impl(
         quantized_matmul_p,
-        _run_eagerly,
-        ["x_tree", "w_tree", "transpose", "precision", "implementation", "by_columns"],
-        by_columns=(False, False),  # outside `jit`, `x` is in memory by rows
+        _impl,
+        ["x_tree", "w_tree", "transpose", "precision", "implementation", "column_major"],
+        column_major=(False, False),  # outside `jit`, `x` is in memory by rows
     )
 )
 ad.primitive_jvps[quantized_matmul_p] = _jvp

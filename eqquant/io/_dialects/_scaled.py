@@ -14,7 +14,7 @@ from ..._numerics.blocks import BlockSize
 from .._bits import unpack_low_first
 from .._repack import Nested, Unpacked
 from .._tensors import DTYPES, StoredTensor
-from .item import as_format, expect, FLOATS, Item, unreadable_item, weight
+from ._item import as_format, expect, FLOATS, Item, unreadable_item, weight
 
 
 class ScaleGrid(NamedTuple):

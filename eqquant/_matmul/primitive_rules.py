@@ -62,10 +62,10 @@ def _compute(
     if any(isinstance(length, int) and length == 0 for length in (*x.shape, *w.shape)):
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # an empty sum
     describe = ft.partial(describe_matmul, transpose=transpose, precision=precision, column_major=column_major)
-    run = lambda x, w: dispatch.run_implementation(x, w, describe(x, w), target, implementation)
     with allow_dense():
         if devices == 1:
-            return run(x, w)
+            return dispatch.run_implementation(x, w, describe(x, w), target, implementation)
+        run = lambda x, w: dispatch.run_implementation(x, w, describe(x, w), target, implementation)
         w = w.gather() if isinstance(w, SelectedArray) else w
         return partition_matmul(run, x, w, transpose=transpose)  # pyright: ignore[reportArgumentType]
 

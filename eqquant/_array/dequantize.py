@@ -105,7 +105,7 @@ def _by_xla(*args: Array, tree: PyTreeDef) -> Array:
 def _native(*args: Array, tree: PyTreeDef) -> Array:
     q: AbstractCodes = jtu.tree_unflatten(tree, args)
     layout = layout_of(q.format, row_length(q), has_decoded_scales(q))
-    if layout.has_vectors or calls.why_not_decode(layout, q.dtype) is not None or q.size == 0:
+    if calls.why_not_decode(layout, q.dtype) is not None or q.size == 0:
         return dequantize_rows(q)
     return calls.decode(as_stored(q), layout, q.dtype, clip=clips(q))
 

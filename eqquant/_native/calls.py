@@ -56,6 +56,8 @@ def why_not_decode(layout: Layout, dtype: DTypeLike) -> str | None:
         return f"it decodes to float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
     if layout.offsets:
         return "it adds no offsets of blocks"
+    if layout.has_vectors:
+        return "it looks each code up in a table, and these codes stand for several values"
     return "there is nothing to decode" if layout.length == 0 else library.refusal()
 
 

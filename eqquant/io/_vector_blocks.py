@@ -57,7 +57,7 @@ class VectorBlockType(NamedTuple):
 
     def read(self, part: str, blocks: np.ndarray) -> np.ndarray:
         """Reads a part of blocks, the bytes along the last axis."""
-        return _moved_bits(blocks, self._places()[part])
+        return _gather_bits(blocks, self._places()[part])
 
     def pack(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the bytes of blocks."""
@@ -66,7 +66,7 @@ class VectorBlockType(NamedTuple):
         order = np.concatenate(list(places.values()))
         inverse = np.full(8 * self.nbytes, -1)
         inverse[order[order >= 0]] = np.flatnonzero(order >= 0)
-        return _moved_bits(given, inverse)
+        return _gather_bits(given, inverse)
 
     def _places(self) -> dict[str, np.ndarray]:
         return _find_places(self.format, self.nbytes, self.runs)
@@ -103,21 +103,21 @@ def _find_places(format: AbstractGrid, nbytes: int, runs: tuple[Run, ...]) -> di
     return {"codes": np.concatenate(packed), "scales": scales.reshape(-1), "scale": scale}
 
 
-def _moved_bits(blocks: np.ndarray, places: np.ndarray) -> np.ndarray:
+def _gather_bits(blocks: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Returns bytes whose bits are at some places of blocks.
 
     A bit is zero where its place is negative. Neighboring bits of a byte move at once.
     """
     columns = np.ascontiguousarray(np.moveaxis(blocks, -1, 0))
     out = np.zeros((len(places) // 8, *columns.shape[1:]), np.uint8)
-    for at, byte, shift, mask in _moves(tuple(places.tolist())):
+    for at, byte, shift, mask in _find_moves(tuple(places.tolist())):
         part = columns[byte] << np.uint8(shift) if shift >= 0 else columns[byte] >> np.uint8(-shift)
         out[at] |= part & np.uint8(mask)
     return np.ascontiguousarray(np.moveaxis(out, 0, -1))
 
 
 @ft.cache
-def _moves(places: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+def _find_moves(places: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     """Returns moves of bits.
 
     Each is the byte to write, the byte to read, the shift to the left, and the bits to write.
@@ -130,12 +130,12 @@ def _moves(places: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     return [(*move, mask) for move, mask in masks.items()]
 
 
-def _scale(start: int) -> Run:
+def _scale_run(start: int) -> Run:
     """The float of a block, in two bytes."""
     return Run("scale", start, 16, ())
 
 
-def _bytes_of(part: str, start: int, count: int) -> Run:
+def _byte_run(part: str, start: int, count: int) -> Run:
     return Run(part, start, 8, ((count, 8),))
 
 
@@ -145,7 +145,7 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ2_XXS(),
         66,
         (
-            _scale(0),
+            _scale_run(0),
             Run("index", 16, 8, ((8, 64), (4, 8))),
             Run("signs", 48, 7, ((8, 64), (4, 7))),
             Run("scales", 76, 4, ((8, 64),)),
@@ -155,7 +155,7 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ2_XS(),
         74,
         (
-            _scale(0),
+            _scale_run(0),
             Run("index", 16, 9, ((32, 16),)),
             Run("signs", 25, 7, ((32, 16),)),
             Run("scales", 16 + 512, 4, ((16, 4),)),
@@ -165,9 +165,9 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ2_S(),
         82,
         (
-            _scale(0),
-            _bytes_of("index", 16, 32),
-            _bytes_of("signs", 16 + 256, 32),
+            _scale_run(0),
+            _byte_run("index", 16, 32),
+            _byte_run("signs", 16 + 256, 32),
             Run("index", 16 + 512, 2, ((32, 2),), low=8),
             Run("scales", 16 + 576, 4, ((16, 4),)),
         ),
@@ -176,8 +176,8 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ3_XXS(),
         98,
         (
-            _scale(0),
-            _bytes_of("index", 16, 64),
+            _scale_run(0),
+            _byte_run("index", 16, 64),
             Run("signs", 16 + 512, 7, ((8, 32), (4, 7))),
             Run("scales", 16 + 512 + 28, 4, ((8, 32),)),
         ),
@@ -186,10 +186,10 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ3_S(),
         110,
         (
-            _scale(0),
-            _bytes_of("index", 16, 64),
+            _scale_run(0),
+            _byte_run("index", 16, 64),
             Run("index", 16 + 512, 1, ((64, 1),), low=8),
-            _bytes_of("signs", 16 + 576, 32),
+            _byte_run("signs", 16 + 576, 32),
             Run("scales", 16 + 832, 4, ((8, 4),)),
         ),
     ),
@@ -197,8 +197,8 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ1_S(),
         50,
         (
-            _scale(0),
-            _bytes_of("index", 16, 32),
+            _scale_run(0),
+            _byte_run("index", 16, 32),
             Run("index", 16 + 256, 3, ((8, 16), (4, 3)), low=8),
             Run("scales", 16 + 256 + 12, 3, ((8, 16),)),
             Run("down", 16 + 256 + 15, 1, ((8, 16),)),
@@ -208,7 +208,7 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ1_M(),
         56,
         (
-            _bytes_of("index", 0, 32),
+            _byte_run("index", 0, 32),
             Run("index", 256, 3, ((32, 4),), low=8),
             Run("down", 259, 1, ((32, 4),)),
             Run("scales", 384, 3, ((4, 16), (4, 3))),

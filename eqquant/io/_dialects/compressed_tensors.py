@@ -5,7 +5,7 @@ See https://github.com/vllm-project/compressed-tensors.
     pack-quantized         P_packed int32 (out, ceil(in * bits / 32)): codes plus 2**(bits - 1), the first in the low
                            bits, without gaps between words; P_scale (out, groups); P_shape int64 (2,); optionally
                            P_zero_point int32, packed along out: (ceil(out * bits / 32), groups), and P_g_idx int32
-                           (in,), the group of each input, which makes it an `PermutedArray`
+                           (in,), the group of each input, which makes it a `PermutedArray`
     mxfp4-pack-quantized   P_packed uint8 (out, in / 2), the first code in the low bits; P_scale uint8, E8M0
     mxfp8-quantized        P float8_e4m3, P_scale uint8, E8M0 (out, in / 32)
     nvfp4-pack-quantized   P_packed as MXFP4; P_scale float8_e4m3 (out, in / 16); P_global_scale float32, which scales

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import eqquant as eqq
-from eqquant._formats.layout import layout_of
+from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import cpu_int8
 from eqquant._native import library as native
@@ -223,7 +223,7 @@ def floats(q: eqq.QuantizedArray, x: Any, precision: str | None) -> Any:
 
 @jax.jit
 def integers(q: eqq.QuantizedArray, x: Any) -> Any:
-    return cpu_int8.matmul(x, dispatch.as_stored_weight(q), layout_of(q.format, q.shape[-1]))
+    return cpu_int8.matmul(x, dispatch.as_stored_weight(q), make_layout(q.format, q.shape[-1]))
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -137,26 +137,26 @@ def bind_equation(equation: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array
 
 
 def scan_operands(operands: Sequence[_T], params: dict[str, Any]) -> tuple[list[_T], list[_T], list[_T]]:
-    """Returns the operands of a `scan` as constants, carried values and stacked arrays.
+    """Returns the operands of a `scan` as `consts`, `carry` and `xs`.
 
     Operands may be anything, such as one fact per array.
     """
     if "ft_in" in params:  # since JAX 0.11
-        constants, carried, stacked = (list(group.vals) for group in params["ft_in"].update(operands).unpack())
-        return constants, carried, stacked
+        consts, carry, xs = (list(group.vals) for group in params["ft_in"].update(operands).unpack())
+        return consts, carry, xs
     start = params["num_consts"]
     stop = start + params["num_carry"]
     return list(operands[:start]), list(operands[start:stop]), list(operands[stop:])
 
 
-def scan_params(params: dict[str, Any], consts: int, carried: int, stacked: int, results: int) -> dict[str, Any]:
-    """Returns the parameters of a `scan` with other numbers of operands and results."""
+def scan_params(params: dict[str, Any], consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
+    """Returns the parameters of a `scan` with other counts of operands and outputs."""
     if "ft_in" not in params:
-        return {**params, "num_consts": consts, "num_carry": carried}
+        return {**params, "num_consts": consts, "num_carry": carry}
     from jax._src import flattree  # pyright: ignore[reportAttributeAccessIssue]  # since JAX 0.11
 
     pack = lambda *counts: flattree.pack(tuple(map(flattree.nones, counts)))
-    return {**params, "ft_in": pack(consts, carried, stacked), "ft_out": pack(carried, results)}
+    return {**params, "ft_in": pack(consts, carry, xs), "ft_out": pack(carry, ys)}
 
 
 def trace_context() -> Hashable:
@@ -212,7 +212,7 @@ def num_devices(context: mlir.LoweringRuleContext) -> int:
 
     **Returns:**
 
-    One if the number is unknown, as in export, or if the program is already written per device, as in `shard_map`.
+    One if the count is unknown, as in export, or if the program is already written per device, as in `shard_map`.
     """
     manual = getattr(getattr(context.module_context, "axis_context", None), "manual_axes", None)
     return 1 if manual else max(len(_devices(context)), 1)

@@ -16,7 +16,7 @@ import pytest
 
 import eqquant as eqq
 from eqquant._array.contraction import matmul_with, Options
-from eqquant._formats.layout import layout_of
+from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import xla_codes
 from eqquant._matmul.kernels.target import TargetDevice
@@ -98,7 +98,7 @@ def test_equals_integers_of_numpy(getkey, x_format, w_format, looped):
             zero = jr.randint(getkey(), zero.shape, 0, 2**format.bits).astype(jnp.uint8)
             packed = packing.pack(zero, format.bits)
             operands[-1] = dataclasses.replace(operands[-1], zero_point_bits=packed)
-    layouts = [layout_of(f, k) for f in formats]
+    layouts = [make_layout(f, k) for f in formats]
     packed = [dispatch.as_packed_weight(q) for q in operands]
     y = jax.jit(lambda x, w: xla_codes.matmul(x, w, *layouts, "int8", looped=looped))(*packed)
     whole = [np.asarray(q.dequantize(), np.int64) for q in operands]
@@ -138,7 +138,7 @@ def test_the_longest_sums_do_not_overflow():
 )
 def test_types_on_accelerators(getkey, x_format, w_format, kind):
     x, w = (eqq.quantize(weights(getkey(), (n, 200)), FORMATS[of]) for n, of in ((4, x_format), (24, w_format)))
-    layouts, target = [layout_of(q.format, 200) for q in (x, w)], TargetDevice("cuda")
+    layouts, target = [make_layout(q.format, 200) for q in (x, w)], TargetDevice("cuda")
     assert xla_codes.choose_operand_type(*layouts, target) == kind
     shown = "float32 x float32 (decoded)" if kind is None else {"float8": "float8_e4m3fn"}.get(kind, kind)
     many = eqq.quantize(jnp.ones((512, 200)), FORMATS[x_format])

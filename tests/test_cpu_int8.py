@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._formats.layout import layout_of
+from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import cpu_int8
 from eqquant._matmul.rows import DynamicRows
@@ -44,7 +44,7 @@ def unpack_codes(key, shape):
 
 
 def product(x, q, **options):
-    layout = layout_of(q.format, q.shape[-1])
+    layout = make_layout(q.format, q.shape[-1])
     dtype = options.get("dtype", x.dtype)
     assert cpu_int8.refusal(layout, x.shape[-2], q.shape[-2], dtype) is None
     return cpu_int8.matmul(x, dispatch.as_stored_weight(q), layout, **options)
@@ -52,7 +52,7 @@ def product(x, q, **options):
 
 def compute_expected(x, x_scale, q):
     """Integer sums of blocks, scaled in float64; and the sums of their magnitudes."""
-    layout, packed = layout_of(q.format, q.shape[-1]), dispatch.as_packed_weight(q)
+    layout, packed = make_layout(q.format, q.shape[-1]), dispatch.as_packed_weight(q)
     whole = np.asarray(layout.table, np.int64)[np.asarray(eqq.unpack(q))]
     block = np.arange(q.shape[-1]) // layout.block_size
     if packed.zero_point is not None:
@@ -185,23 +185,23 @@ def test_batches_and_orders(getkey, m):
     y = product(x, q, x_scale=x_scale, dtype=jnp.float32)
     check(y, x, x_scale, q)
     options = dict(x_scale=x_scale, dtype=jnp.float32)
-    packed, layout = dispatch.as_stored_weight(q), layout_of(q.format, 130)
+    packed, layout = dispatch.as_stored_weight(q), make_layout(q.format, 130)
     np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, column_major=(True, False), **options), y)
     np.testing.assert_array_equal(cpu_int8.matmul(x, packed, layout, column_major=(False, True), **options), y)
 
 
 def test_non_integer_operands_are_refused(getkey):
     for format, why in (("nf4", "integers of at most eight bits"), ("fp8", "consecutive"), ("dynamic8", "consecutive")):
-        layout = layout_of(eqq.quantize(weights(getkey(), (8, 256)), format).format, 256)
+        layout = make_layout(eqq.quantize(weights(getkey(), (8, 256)), format).format, 256)
         assert why in (cpu_int8.refusal(layout, 2, 8, jnp.float32) or "")
-    layout = layout_of(eqq.Int8(), 256)
+    layout = make_layout(eqq.Int8(), 256)
     assert "not float64" in (cpu_int8.refusal(layout, 2, 8, jnp.dtype("float64")) or "")
     assert "nothing" in (cpu_int8.refusal(layout, 0, 8, jnp.float32) or "")
 
 
 def test_wrong_operands_do_not_crash(getkey):
     q = eqq.quantize(weights(getkey(), (8, 256)), "int8")
-    layout, packed = layout_of(q.format, 256), dispatch.as_stored_weight(q)
+    layout, packed = make_layout(q.format, 256), dispatch.as_stored_weight(q)
     x, ones, one = unpack_codes(getkey(), (2, 256)), jnp.ones((2, 1)), jnp.ones((2, 1), jnp.uint8)
     for args, options, why in (
         ((x[:, :255], packed, layout), {"x_scale": ones}, "x and the weight do not fit"),
@@ -226,7 +226,7 @@ import jax, jax.numpy as jnp, numpy as np, eqquant as eqq
 from eqquant._matmul import dispatch
 from eqquant._native import library as native
 from eqquant._matmul.kernels import cpu_int8
-from eqquant._matmul.problem import layout_of
+from eqquant._matmul.problem import make_layout
 import os
 assert native.isa() == os.environ["EQQUANT_CPU_ISA"]
 for m in (1, 4, 40):
@@ -234,7 +234,7 @@ for m in (1, 4, 40):
     x = jax.random.randint(jax.random.key(9), (m, 700), -127, 128, jnp.int8)
     q = eqq.quantize(w.astype(jnp.float32), "int8")
     options = dict(x_scale=jnp.ones((m, 1)), dtype=jnp.float32)
-    y = cpu_int8.matmul(x, dispatch.as_stored_weight(q), layout_of(q.format, 700), **options)
+    y = cpu_int8.matmul(x, dispatch.as_stored_weight(q), make_layout(q.format, 700), **options)
     np.testing.assert_array_equal(y, np.asarray(x, np.int64) @ np.asarray(w, np.int64).T)
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "EQQUANT_CPU_ISA": name})

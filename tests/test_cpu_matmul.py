@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._formats.layout import layout_of
+from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import cpu
 from eqquant._native import library as native
@@ -32,7 +32,7 @@ TOLERANCES = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 6e-4}
 
 def check(x, q, transpose=False, tol=None, **options):
     """One product against float64."""
-    layout = layout_of(q.format, q.shape[-1])
+    layout = make_layout(q.format, q.shape[-1])
     dtype = jnp.dtype(x.dtype)
     assert cpu.refusal(layout, x.shape[-2], q.shape[-2], dtype, transpose=transpose, precision="default") is None
     y = cpu.matmul(x, dispatch.as_stored_weight(q), layout, transpose=transpose, precision="default", **options)
@@ -422,7 +422,7 @@ def test_sharded(getkey):
 def test_random_operands_do_not_crash(getkey):
     """XLA passes any operands; a call with wrong operands is an error with a message."""
     q = eqq.quantize(weights(getkey(), (8, 256)), "nf4")
-    layout, packed = layout_of(q.format, 256), dispatch.as_stored_weight(q)
+    layout, packed = make_layout(q.format, 256), dispatch.as_stored_weight(q)
     x = weights(getkey(), (2, 256))
     run = lambda x, packed, layout: cpu.matmul(x, packed, layout, transpose=False, precision="default")
     for wrong, why in (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._formats.layout import layout_of
+from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import pallas_gpu, ptx
 from eqquant._matmul.kernels.target import TargetDevice
@@ -28,7 +28,7 @@ def operands(getkey, format, m, dtype, transpose):
 
 
 def run_interpreted(x, q, transpose, **options):
-    layout = layout_of(q.format, K)
+    layout = make_layout(q.format, K)
     options = {"transpose": transpose, "precision": "default", **options}
     can = {"transpose": transpose, "precision": "default", "target": TargetDevice("cuda")}
     assert pallas_gpu.refusal(layout, x.shape[0], N, x.dtype, **can) is None
@@ -56,7 +56,7 @@ def test_rounding_the_table_does_not_add_up(getkey, name, dtype, tol):
     k = 4096
     q = eqq.quantize(weights(getkey(), (72, k)), FORMATS[name].format)
     x = (weights(getkey(), (4, k)) + 0.5).astype(dtype)
-    layout = layout_of(q.format, k)
+    layout = make_layout(q.format, k)
     y = pallas_gpu.matmul(x, dispatch.as_packed_weight(q), layout, transpose=False, precision="default", interpret=True)
     assert relative_error(y, np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T) < tol
 
@@ -79,7 +79,7 @@ def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
     q, m = eqq.quantize(weights(getkey(), (n, k)), "nf4"), 17
     x = weights(getkey(), (m, n if transpose else k))
     config = pallas_gpu.Config(16, 64, weight_left=weight_left, split=split)
-    layout = layout_of(q.format, k)
+    layout = make_layout(q.format, k)
     y = pallas_gpu.matmul(
         x, dispatch.as_packed_weight(q), layout, transpose=transpose, precision="highest", config=config, interpret=True
     )
@@ -88,7 +88,7 @@ def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
 
 
 def test_unsupported_products():
-    layout = lambda format, k=K: layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
+    layout = lambda format, k=K: make_layout(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(
         pallas_gpu.refusal,
         m=1,
@@ -163,7 +163,7 @@ def groups_of_bytes():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["nf4", "int4", "mxfp4", "codebook_16", "int2", "ternary", "binary"])
 def test_lookup_by_permutation(name, dtype):
-    layout = layout_of(FORMATS[name].format, K)
+    layout = make_layout(FORMATS[name].format, K)
     table = np.asarray(ptx.make_table(layout, dtype, False)).astype(np.uint32)
     expected = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
     for plane, four in it.product(range(layout.planes), groups_of_bytes()):

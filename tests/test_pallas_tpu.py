@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._formats.layout import layout_of
+from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import pallas_tpu
 from eqquant._matmul.kernels.target import TargetDevice
@@ -25,7 +25,7 @@ def product(getkey, name, m, dtype, transpose, precision):
     format = FORMATS[name].format
     q = eqq.quantize(weights(getkey(), (N, K)), format)
     x = weights(getkey(), (m, N if transpose else K)).astype(dtype)
-    layout = layout_of(format, K)
+    layout = make_layout(format, K)
     options = {"transpose": transpose, "precision": precision}
     assert pallas_tpu.refusal(layout, m, N, x.dtype, target=TargetDevice("tpu"), **options) is None
     y = pallas_tpu.matmul(x, dispatch.as_packed_weight(q), layout, interpret=True, **options)
@@ -57,7 +57,7 @@ def test_float32(getkey, name, precision, tol, transpose):
 
 
 def test_unsupported_products():
-    layout = lambda format, k=K: layout_of(eqq.quantize(jnp.ones((1, k)), format).format, k)
+    layout = lambda format, k=K: make_layout(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(
         pallas_tpu.refusal,
         m=1,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._formats.layout import layout_of
+from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import xla_cpu
 
@@ -17,7 +17,7 @@ N, K = 40, 1100  # two segments or more of each packing, and a rest
 
 
 def product(x, q, transpose):
-    layout = layout_of(q.format, q.shape[-1])
+    layout = make_layout(q.format, q.shape[-1])
     f = lambda x, q: xla_cpu.matmul(
         x, dispatch.as_packed_weight(q), layout, q.dtype, transpose=transpose, precision="highest"
     )
@@ -35,7 +35,7 @@ def error(y, x, q, transpose):
 def test_every_format(getkey, monkeypatch, name, steps, transpose):
     q = eqq.quantize(weights(getkey(), (N, K)), FORMATS[name].format)
     if steps > 1:  # of 13 rows, and one row that is left
-        planes = layout_of(q.format, K).planes
+        planes = make_layout(q.format, K).planes
         monkeypatch.setattr(xla_cpu, "ROWS_BYTES", 13 * 4 * K // planes + 1)
     x = weights(getkey(), (3, N if transpose else K))
     assert error(product(x, q, transpose), x, q, transpose) < 1e-6

@@ -64,7 +64,7 @@ def check(generation: str, names: list[str] | None) -> int:
     def compiled(name: str, m: int, dtype: str, transpose: bool) -> str:
         format = FORMATS[name].format
         problem = MatmulProblem(m, N, K, jnp.dtype(dtype), format, transpose)
-        if dispatch.refusal_of(TargetDevice("tpu"), problem, "pallas_tpu") is not None:
+        if dispatch.find_refusal(TargetDevice("tpu"), problem, "pallas_tpu") is not None:
             return "no kernel"
         q = jax.eval_shape(lambda w: eqq.quantize(w, format, dtype=dtype), jax.ShapeDtypeStruct((N, K), jnp.float32))
         x = jax.ShapeDtypeStruct((m, N if transpose else K), dtype)

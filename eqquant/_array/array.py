@@ -2,7 +2,7 @@
 
 A quantized array stands for the float array `decode(codes) * scale`, or `(codes - zero_point) * scale` with a zero
 point, or `decode(codes) * scale + offset` with an offset, in blocks along its *quantized axis*. In memory the quantized
-axis is always last; `axis` is its number in the logical shape.
+axis is always last; `axis` is its position in the logical shape.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32, PRNGKeyArray
 
 from .._errors import did_you_mean, Message
-from .._formats.base import AbstractFormat, AbstractVectorFormat, has_offsets, has_zero_points, levels_of
+from .._formats.base import AbstractFormat, AbstractVectorFormat, find_levels, has_offsets, has_zero_points
 from .._mesh import explicit_mesh
 from .._methods import AbsMax, AbstractMethod, HQQ, JointMSE, MSE
 from .._methods.given import GivenScales
@@ -320,7 +320,7 @@ def _measure_clip_error(
     rows = rows.astype(jnp.float32)
     amax = jnp.max(jnp.abs(rows), initial=0)
     units = lambda x: divide(x, jnp.broadcast_to(amax, x.shape))  # so that squares do not overflow
-    levels, used = levels_of(format)
+    levels, used = find_levels(format)
     zero = jnp.float32(0) if given.zero_point is None else given.zero_point.astype(jnp.float32)
     ends = [(jnp.float32(end) - zero) * units(given.scale) for end in (levels[used].min(), levels[used].max())]
     low, high = (expand(f(*ends), format.block_size, rows.shape[-1]) for f in (jnp.minimum, jnp.maximum))

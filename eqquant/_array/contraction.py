@@ -40,7 +40,7 @@ class Options(NamedTuple):
 
 
 class Constraints(NamedTuple):
-    """The axes of a weight that a product may not merge freely, by number."""
+    """The axes of a weight that a product may not merge freely."""
 
     # The axes along which codes are packed, in memory order. Together they become the rows of matrices, or the columns.
     # `None` if no codes are packed.
@@ -281,8 +281,8 @@ class _MatmulForm(NamedTuple):
 
     def matrices(self, axes: Axes, rows: Axes) -> MatrixAxes:
         """Returns the axes of an operand that become axes of its matrices."""
-        numbers = lambda names: tuple(list(axes).index(name) for name in names if name in axes)
-        return MatrixAxes(numbers(self.front), numbers(rows), numbers(self.k))
+        find = lambda names: tuple(list(axes).index(name) for name in names if name in axes)
+        return MatrixAxes(find(self.front), find(rows), find(self.k))
 
     def matches_codes(self, x: AbstractOperand) -> bool:
         """Returns whether the sum runs along the blocks of `x`, with a matrix for each weight."""

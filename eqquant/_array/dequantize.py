@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Float32, UInt, UInt8
 
 from .. import _compat
 from .._formats.base import decode_packed
-from .._formats.layout import has_nested_scales, layout_of, nested_scale_kind
+from .._formats.layout import has_nested_scales, make_layout, nested_scale_kind
 from .._native import calls
-from .._native.layout import StoredWeight
 from .._native.lowering import lower_on_cpu
+from .._native.weight import StoredWeight
 from .._numerics.blocks import dequantize_blocks
 from .._numerics.primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
 from .._numerics.scale_bits import clip_finite, scale_to_bits
@@ -104,7 +104,7 @@ def _by_xla(*args: Array, tree: PyTreeDef) -> Array:
 
 def _native(*args: Array, tree: PyTreeDef) -> Array:
     q: AbstractCodes = jtu.tree_unflatten(tree, args)
-    layout = layout_of(q.format, row_length(q), has_decoded_scales(q))
+    layout = make_layout(q.format, row_length(q), has_decoded_scales(q))
     if calls.why_not_decode(layout, q.dtype) is not None or q.size == 0:
         return dequantize_rows(q)
     return calls.decode(as_stored(q), layout, q.dtype, clip=clips(q))

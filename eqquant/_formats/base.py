@@ -323,7 +323,7 @@ def is_ours(format: AbstractFormat, *methods: str) -> bool:
 
 
 @ft.lru_cache
-def levels_of(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
+def find_levels(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
     """Returns the level of each code, and whether any value encodes to it.
 
     Ternary uses only three of its four codes.

@@ -23,7 +23,7 @@ class VectorGrid(NamedTuple):
 
     @property
     def vectors(self) -> np.ndarray:
-        """The vectors, of int8, `(number, size)`."""
+        """The vectors, of int8, `(vectors, size)`."""
         return np.asarray(self.levels, np.int8)[_digits(self)]
 
     @property
@@ -33,17 +33,17 @@ class VectorGrid(NamedTuple):
 
     @property
     def words(self) -> np.ndarray:
-        """Each vector in one integer: the numbers of its levels, the first in the low bits."""
+        """Each vector in one integer: the indices of its levels, the first in the low bits."""
         return (_digits(self) << self.bits * np.arange(self.size)).sum(axis=-1).astype(np.int32)
 
 
 @ft.cache
 def _digits(grid: VectorGrid) -> np.ndarray:
-    """Returns the numbers of the levels of each vector, `(number, size)`."""
+    """Returns the indices of the levels of each vector, `(vectors, size)`."""
     bits = np.frombuffer(zlib.decompress(base64.b85decode(grid.members)), np.uint8)
-    numbers = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    members = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
     base = len(grid.levels)
-    return numbers[:, None] // base ** np.arange(grid.size) % base
+    return members[:, None] // base ** np.arange(grid.size) % base
 
 
 IQ1_S = VectorGrid(

@@ -194,9 +194,9 @@ def _take(grid: VectorGrid, index: Int32[Array, "*batch groups"]) -> Int32[Array
     digits = words[..., None] >> grid.bits * _places(index.ndim + 1, grid.size) & 2**grid.bits - 1
     first, step = grid.levels[0], grid.levels[1] - grid.levels[0]
     values = first + step * digits
-    for number, level in enumerate(grid.levels):
-        if level != first + step * number:  # levels are even steps, but for one
-            values = jnp.where(digits == number, level, values)
+    for n, level in enumerate(grid.levels):
+        if level != first + step * n:  # levels are even steps, but for one
+            values = jnp.where(digits == n, level, values)
     return values.reshape(*index.shape[:-1], index.shape[-1] * grid.size)
 
 

@@ -5,7 +5,7 @@ import functools as ft
 import jax
 import numpy as np
 
-from .._native.layout import Layout, ScaleKind
+from .._native.weight import Layout, ScaleKind
 from .._numerics.blocks import num_blocks
 from .._numerics.constants import compute_now
 from .base import AbstractFormat, AbstractVectorFormat, has_offsets, has_zero_points
@@ -13,11 +13,12 @@ from .floating import FP8
 
 
 @ft.lru_cache(256)
-def layout_of(format: AbstractFormat, length: int, decoded_scales: bool = False) -> Layout:
+def make_layout(format: AbstractFormat, length: int, decoded_scales: bool = False) -> Layout:
+    """Returns the layout of rows of `length` codes in a format; its scales may be decoded."""
     size = length if format.block_size in (None, "tensor") else format.block_size
     kind, nested = None if decoded_scales else nested_scale_kind(format, length), None
     if kind is None and not decoded_scales and has_nested_scales(format):
-        nested = layout_of(format.scale_format, num_blocks(length, format.block_size))  # pyright: ignore[reportArgumentType]
+        nested = make_layout(format.scale_format, num_blocks(length, format.block_size))  # pyright: ignore[reportArgumentType]
     return Layout(
         length,
         format.bits,

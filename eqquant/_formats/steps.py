@@ -8,7 +8,7 @@ import numpy as np
 
 from .._native.steps import float_order, order_to_float, Steps
 from .._numerics.constants import compute_now
-from .base import AbstractFormat, AbstractVectorFormat, is_ours, levels_of
+from .base import AbstractFormat, AbstractVectorFormat, find_levels, is_ours
 
 
 @ft.lru_cache
@@ -26,7 +26,7 @@ def steps_of(format: AbstractFormat) -> Steps | None:
 def _find(format: AbstractFormat) -> Steps | None:
     encode = jax.jit(format.encode)
     # Every step is between two neighbors of these: of the levels and their midpoints, or of floats 1/128 apart.
-    levels = np.sort(levels_of(format)[0])
+    levels = np.sort(find_levels(format)[0])
     levels = levels[np.isfinite(levels)]
     ends = float_order(np.array([-np.inf, np.inf], np.float32))
     known = float_order(np.concatenate([levels, levels[1:] / 2 + levels[:-1] / 2, [0.0]]).astype(np.float32))

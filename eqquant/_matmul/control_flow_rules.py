@@ -23,10 +23,10 @@ from .._types import PyTree
 Value: TypeAlias = PyTree  # an array of ours, any other, or the shape and dtype of one
 
 
-class _Program(NamedTuple):
+class _TracedBody(NamedTuple):
     """A branch or the body of a loop, traced for operands of some structures.
 
-    - `jaxpr`: takes the leaves of the operands, and returns those of the outputs.
+    - `jaxpr`: takes the leaves of the operands, and returns the leaves of the outputs.
     - `outputs`: the outputs without values.
     """
 
@@ -35,10 +35,10 @@ class _Program(NamedTuple):
 
 
 # Without it, each call outside of `jit` would compile a loop again.
-_programs: weakref.WeakKeyDictionary[ClosedJaxpr, dict[Hashable, _Program]] = weakref.WeakKeyDictionary()
+_traced_bodies: weakref.WeakKeyDictionary[ClosedJaxpr, dict[Hashable, _TracedBody]] = weakref.WeakKeyDictionary()
 
 
-def _trace(program: ClosedJaxpr, operands: Sequence[Value], dense: frozenset[int] = frozenset()) -> _Program:
+def _trace(program: ClosedJaxpr, operands: Sequence[Value], dense: frozenset[int] = frozenset()) -> _TracedBody:
     """Traces a program under Quax. Outputs at the positions `dense` become dense."""
     leaves, tree = jtu.tree_flatten(operands)
 
@@ -46,16 +46,16 @@ def _trace(program: ClosedJaxpr, operands: Sequence[Value], dense: frozenset[int
         outputs = quax.quaxify(_compat.make_function(program))(*jtu.tree_unflatten(tree, leaves))
         return _materialise(outputs, dense)
 
-    traced = _programs.setdefault(program, {})
+    traced = _traced_bodies.setdefault(program, {})
     key = (tree, tuple(map(jax.typeof, leaves)), dense, _compat.trace_context())
     if key not in traced:
-        traced[key] = _Program(*jax.make_jaxpr(run, return_shape=True)(*leaves))
+        traced[key] = _TracedBody(*jax.make_jaxpr(run, return_shape=True)(*leaves))
     return traced[key]
 
 
-def _materialise(values: Sequence[Value], numbers: frozenset[int]) -> list[Value]:
+def _materialise(values: Sequence[Value], positions: frozenset[int]) -> list[Value]:
     dense = lambda x: x.materialise() if isinstance(x, AbstractArrayValue) else x
-    return [dense(x) if n in numbers else x for n, x in enumerate(values)]
+    return [dense(x) if n in positions else x for n, x in enumerate(values)]
 
 
 def _structure(x: Value) -> Hashable:
@@ -70,47 +70,47 @@ def _structure(x: Value) -> Hashable:
 def _cond(
     index: ArrayLike, *operands: AbstractArrayValue | ArrayLike, branches: tuple[ClosedJaxpr, ...], **params: object
 ) -> PyTree:
-    programs = [_trace(branch, operands) for branch in branches]
-    outputs = zip(*(map(_structure, program.outputs) for program in programs), strict=True)
+    traced = [_trace(branch, operands) for branch in branches]
+    outputs = zip(*(map(_structure, branch.outputs) for branch in traced), strict=True)
     dense = frozenset(n for n, structures in enumerate(outputs) if len(set(structures)) > 1)
     first, *others = [_trace(branch, operands, dense) for branch in branches]
-    jaxprs = tuple(program.jaxpr for program in (first, *others))
+    jaxprs = tuple(branch.jaxpr for branch in (first, *others))
     y = lax.cond_p.bind(index, *jtu.tree_leaves(operands), branches=jaxprs, **params)
     return jtu.tree_unflatten(jtu.tree_structure(first.outputs), y)
 
 
 def _find_fixpoint(
-    trace: Callable[[Sequence[Value], frozenset[int]], _Program], carry: Sequence[Value]
-) -> tuple[_Program, Sequence[Value]]:
+    trace: Callable[[Sequence[Value], frozenset[int]], _TracedBody], carry: Sequence[Value]
+) -> tuple[_TracedBody, Sequence[Value]]:
     """Traces the body of a loop.
 
     Returns it with the carry. Values of the carry become dense if the body changes their structure.
     """
     dense: frozenset[int] = frozenset()
     while True:
-        program = trace(carry, dense)
-        pairs = enumerate(zip(carry, program.outputs, strict=False))
+        body = trace(carry, dense)
+        pairs = enumerate(zip(carry, body.outputs, strict=False))
         changed = {n for n, (before, after) in pairs if _structure(before) != _structure(after)}
-        # Leaves of a deferred operation are not stacked.
-        results = enumerate(program.outputs[len(carry) :], len(carry))
-        changed |= {n for n, x in results if isinstance(x, AbstractArrayValue) and x.deferred}
+        # A deferred operation has leaves that `scan` cannot stack.
+        ys = enumerate(body.outputs[len(carry) :], len(carry))
+        changed |= {n for n, y in ys if isinstance(y, AbstractArrayValue) and y.deferred}
         if changed <= dense:
-            return program, carry
+            return body, carry
         dense |= changed
         carry = _materialise(carry, dense)
 
 
 @quax.register(lax.scan_p)
 def _scan(*operands: AbstractArrayValue | ArrayLike, jaxpr: ClosedJaxpr, length: int, **params: object) -> PyTree:
-    consts, carry, stacked = _compat.scan_operands(operands, params)
-    stacked = [_along_loop(x, length) for x in stacked]
-    slices = jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
-    program, carry = _find_fixpoint(lambda carry, dense: _trace(jaxpr, [*consts, *carry, *slices], dense), carry)
-    groups = [jtu.tree_leaves(group) for group in (consts, carry, stacked)]
-    results = jtu.tree_leaves(program.outputs[len(carry) :])
-    params = _compat.scan_params(params, *map(len, (*groups, results)))
-    y = lax.scan_p.bind(*[x for group in groups for x in group], jaxpr=program.jaxpr, length=length, **params)
-    return jtu.tree_unflatten(jtu.tree_structure(program.outputs), y)
+    consts, carry, xs = _compat.scan_operands(operands, params)
+    xs = [_along_loop(x, length) for x in xs]
+    slices = jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
+    body, carry = _find_fixpoint(lambda carry, dense: _trace(jaxpr, [*consts, *carry, *slices], dense), carry)
+    groups = [jtu.tree_leaves(group) for group in (consts, carry, xs)]
+    ys = jtu.tree_leaves(body.outputs[len(carry) :])
+    params = _compat.scan_params(params, *map(len, (*groups, ys)))
+    outputs = lax.scan_p.bind(*[x for group in groups for x in group], jaxpr=body.jaxpr, length=length, **params)
+    return jtu.tree_unflatten(jtu.tree_structure(body.outputs), outputs)
 
 
 def _along_loop(x: Value, length: int) -> Value:

@@ -21,7 +21,7 @@ from .._array.dequantize import as_scale_bits, as_stored, dequantize_rows, split
 from .._formats import Int8
 from .._formats.base import has_zero_points
 from .._native import library
-from .._native.layout import StoredWeight
+from .._native.weight import StoredWeight
 from .._numerics.scale_bits import scale_to_bits
 from .kernels import xla, xla_codes, xla_cpu
 from .kernels.packed import decode_bytes, PackedWeight
@@ -39,9 +39,7 @@ class _Implementation(NamedTuple):
     reads_stack: bool = False  # whether it reads selected arrays in the stack, without a copy
 
 
-def _wrap_kernel(
-    platform: str, load: Callable[[], ModuleType], *, takes_stored: bool = False, **more: object
-) -> _Implementation:
+def _wrap_kernel(platform: str, load: Callable[[], ModuleType], *, takes_stored: bool = False) -> _Implementation:
     """Returns the implementation of a kernel module, which is imported at first use.
 
     The module has the functions `refusal` and `matmul`. `matmul` takes matrices; with `takes_stored` it also takes
@@ -62,7 +60,6 @@ def _wrap_kernel(
             transpose=problem.transpose,
             precision=_precision(problem),
             target=target,
-            **more,
             **({"column_major": problem.column_major} if takes_stored else {}),
         )
         batch = x.shape[:-2]
@@ -268,7 +265,7 @@ _PREFERENCES = (
         lambda p, _: True,
         "XLA on CPU never fuses a decode, so the weight is decoded a few rows at a time, plane by plane",
     ),
-    _Preference("", "xla", lambda p, _: True, "XLA fuses what it can of the decode into the product"),
+    _Preference("", "xla", lambda p, _: True, "XLA fuses the decode into the product where it can"),
 )
 
 
@@ -280,7 +277,7 @@ def choose(target: TargetDevice, problem: MatmulProblem, forced: str | None) -> 
     `ValueError` if the implementation `forced` is unknown or refuses the product.
     """
     if forced is not None:
-        refusal = refusal_of(target, problem, forced)
+        refusal = find_refusal(target, problem, forced)
         if refusal is not None:
             raise ValueError(f'`implementation={forced!r}` cannot take this product: {refusal}. Use "xla", or None.')
         return forced, "forced"
@@ -288,7 +285,7 @@ def choose(target: TargetDevice, problem: MatmulProblem, forced: str | None) -> 
     if not isinstance(problem.m, int):  # exported for any number of rows
         rules = [r for r in rules if r.implementation == "xla"]
     preferred = [r for r in rules if r.when(problem, target)]
-    refusals = [refusal_of(target, problem, rule.implementation) for rule in preferred]
+    refusals = [find_refusal(target, problem, rule.implementation) for rule in preferred]
     accepted = refusals.index(None)
     if accepted > 0:
         return preferred[accepted].implementation, f"{preferred[0].implementation} would be better, but: {refusals[0]}"
@@ -334,7 +331,7 @@ def _multiply_in_loop(x: Any, w: SelectedArray, problem: MatmulProblem, target: 
     return y.reshape(*batch, *y.shape[1:])
 
 
-def refusal_of(target: TargetDevice, problem: MatmulProblem, name: str) -> str | None:
+def find_refusal(target: TargetDevice, problem: MatmulProblem, name: str) -> str | None:
     """Returns why the implementation `name` cannot take the product, or `None` if it can.
 
     **Raises:**

@@ -20,7 +20,7 @@ from .._array.primitive import quantized_matmul_p, rounded_matmul_p, unflatten_o
 from .._array.value import AbstractArrayValue
 from .._report import Report, report_table
 from .._types import PyTree
-from .dispatch import choose, decode_reason, describe_types, IMPLEMENTATIONS, refusal_of
+from .dispatch import choose, decode_reason, describe_types, find_refusal, IMPLEMENTATIONS
 from .problem import describe_matmul, MatmulProblem, TargetDevice
 from .rounded_rules import compute_rounded
 from .rows import Activations
@@ -74,7 +74,7 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
 
     - `implementation`: the name of the one that runs, such as `"xla"`; `platform`: where.
     - `verdicts`: a dictionary from the name of each implementation to the reason why it runs, or not.
-    - `types`: what is multiplied in which type, such as `"int8 x int8, sums in int32"`.
+    - `types`: the types that are multiplied, and the type of sums, such as `"int8 x int8, sums in int32"`.
     - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON.
 
     **Raises:**
@@ -84,7 +84,7 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
     q = w if isinstance(w, AbstractArrayValue) else x
     if not isinstance(q, AbstractArrayValue):
         raise TypeError("`explain_matmul` needs a quantized operand. Got none. Quantize `x` or `w` first.")
-    platform = _platform(platform)
+    platform = _check_platform(platform)
     as_operand = lambda a: a if isinstance(a, (AbstractArrayValue, jax.ShapeDtypeStruct)) else jnp.asarray(a)
     operands = as_operand(x), as_operand(w)
     try:
@@ -95,8 +95,8 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
             raise
         raise ValueError(
             "`explain_matmul` explains matmuls alone, and these shapes fit none. Got "
-            f"{' @ '.join(str(tuple(a.shape)) for a in operands)}, and a weight quantized along {axes}, as that of a "
-            "convolution is. To see what a convolution computes, `print(jax.make_jaxpr(eqq.quaxify(layer))(x))`."
+            f"{' @ '.join(str(tuple(a.shape)) for a in operands)}, and a weight quantized along {axes}, as a "
+            "convolution has. To see the products of a convolution, `print(jax.make_jaxpr(eqq.quaxify(layer))(x))`."
         ) from e
     product = next(_find_products(traced.jaxpr), None)
     if product is None:
@@ -114,7 +114,7 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
     reason = reason if decoded is None else f"{reason}. Activations are decoded: {decoded}"
     if isinstance(x if q is w else w, AbstractArrayValue) and problem.activations is None:
         reason = f"{reason}. One operand is dequantized: both must have blocks along the sum to multiply codes"
-    verdicts = {other: refusal_of(target, problem, other) or "possible" for other in IMPLEMENTATIONS}
+    verdicts = {other: find_refusal(target, problem, other) or "possible" for other in IMPLEMENTATIONS}
     return MatmulExplanation(
         problem, platform, name, {**verdicts, name: f"chosen: {reason}"}, describe_types(problem, target, name)
     )
@@ -125,7 +125,7 @@ def find_implementation(equation: JaxprEqn) -> str:
     params = equation.params
     operands = unflatten_operands([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
     problem = describe_matmul(*operands, params["transpose"], params["precision"])
-    return choose(TargetDevice(_platform(None)), problem, params["implementation"])[0]
+    return choose(TargetDevice(_check_platform(None)), problem, params["implementation"])[0]
 
 
 def _find_products(
@@ -144,7 +144,7 @@ def _find_products(
             yield from _find_products(inner)
 
 
-def _platform(name: str | None) -> str:
+def _check_platform(name: str | None) -> str:
     name = name or jax.default_backend()
     name = {"gpu": "cuda"}.get(name, name)
     if name not in ("cpu", "cuda", "rocm", "tpu"):

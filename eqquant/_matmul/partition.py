@@ -1,7 +1,7 @@
 """Partitions the quantized matmul among the devices of a mesh.
 
 XLA cannot look inside a kernel or a loop over rows, and would gather every operand. So the product is one opaque
-operation with a partitioning rule: how shardings propagate through it, and what each device computes from its shards.
+operation with a partitioning rule, which says how shardings propagate and which shard each device computes.
 
 For `x(m, k) . w(n, k)^T`, with these dimensions divided:
 
@@ -212,8 +212,8 @@ def _sharding_rule(
         return f"(parts {name})"
 
     k, lasts = name_dimension(length, "within"), []
-    for number, (leaf, divided) in enumerate(zip(jtu.tree_leaves(w), mark_divided_leaves(w, parts), strict=True)):
-        lasts.append(name_dimension(leaf.shape[-1], f"within{number}") if divided else f"shared{number}")
+    for n, (leaf, divided) in enumerate(zip(jtu.tree_leaves(w), mark_divided_leaves(w, parts), strict=True)):
+        lasts.append(name_dimension(leaf.shape[-1], f"within{n}") if divided else f"shared{n}")
     if parts > 1 and "parts" not in (k, *lasts):
         sizes["parts"] = parts  # JAX needs the size of a factor that is never a dimension of its own
     leaves = [" ".join([*batch, "n", last]) for last in lasts]

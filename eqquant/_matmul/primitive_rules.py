@@ -52,7 +52,7 @@ def _compute(
     precision: PrecisionLike,
     implementation: str | None,
     column_major: tuple[bool, bool],
-    devices: int = 1,
+    num_devices: int = 1,
 ) -> Array:
     x, w = unflatten_operands(args, x_tree, w_tree)
     # `gradient_of` does not affect the value.
@@ -63,7 +63,7 @@ def _compute(
         return jnp.zeros((*x.shape[:-1], w.shape[-1 if transpose else -2]), x.dtype)  # an empty sum
     describe = ft.partial(describe_matmul, transpose=transpose, precision=precision, column_major=column_major)
     with allow_dense():
-        if devices == 1:
+        if num_devices == 1:
             return dispatch.run_implementation(x, w, describe(x, w), target, implementation)
         run = lambda x, w: dispatch.run_implementation(x, w, describe(x, w), target, implementation)
         w = w.gather() if isinstance(w, SelectedArray) else w
@@ -71,21 +71,22 @@ def _compute(
 
 
 def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.Value]:
-    devices, x_tree = _compat.num_devices(context), params["x_tree"]
+    num_devices, x_tree = _compat.num_devices(context), params["x_tree"]
     find_reason = {"cpu": _compat.cpu_kernel_refusal, "cuda": _compat.gpu_kernel_refusal}.get(platform, lambda _: None)
     kernel_refusal = find_reason(context)
-    if platform == "tpu" and devices > 1:
+    if platform == "tpu" and num_devices > 1:
         # The TPU compiler does not support `custom_partitioning` (https://github.com/jax-ml/jax/issues/38196), and does
         # not partition kernels. It can partition the operations of `xla`.
         kernel_refusal = "the compiler for TPUs does not divide kernels among devices; in `shard_map` they run"
-        devices = 1
-    if devices > 1 and not jtu.treedef_is_leaf(x_tree):
-        devices, kernel_refusal = 1, "the compiler divides products of codes among devices, which kernels hide from it"
+        num_devices = 1
+    if num_devices > 1 and not jtu.treedef_is_leaf(x_tree):
+        num_devices = 1
+        kernel_refusal = "the compiler divides products of codes among devices, which kernels hide from it"
     if _compat.is_partly_manual(context):
         # The compiler would gather the operands of a kernel, and every device would compute the whole product.
         kernel_refusal = "in a `shard_map` over some axes of a mesh the compiler divides the product along the others"
     target = TargetDevice(platform, _compat.device_kind(context), _compat.compute_capability(context), kernel_refusal)
-    run = ft.partial(_compute, target, devices=devices)
+    run = ft.partial(_compute, target, num_devices=num_devices)
     return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 
 
@@ -126,25 +127,25 @@ def _multiply_selected(product: Callable[[Array, Array], Array], x: Array, stack
         return product(x, stack[index])
 
     @jax.checkpoint
-    def multiply_one(number: Array, w: Array) -> Array:
-        return product(jnp.where((index == number)[..., None, None], x, jnp.zeros_like(x)), w)
+    def multiply_one(i: Array, w: Array) -> Array:
+        return product(jnp.where((index == i)[..., None, None], x, jnp.zeros_like(x)), w)
 
-    def add_one(y: Array, numbered: tuple[Array, Array]) -> tuple[Array, None]:
-        return y + multiply_one(*numbered), None
+    def add_one(y: Array, indexed: tuple[Array, Array]) -> tuple[Array, None]:
+        return y + multiply_one(*indexed), None
 
     zeros = jnp.zeros((*x.shape[:-1], stack.shape[-1]), x.dtype)
-    numbers = jnp.arange(stack.shape[0], dtype=index.dtype)
-    return jax.lax.scan(add_one, zeros, (numbers, stack))[0]
+    indices = jnp.arange(stack.shape[0], dtype=index.dtype)
+    return jax.lax.scan(add_one, zeros, (indices, stack))[0]
 
 
 def _transpose(
-    dy: Tangent, *args: Primal, transpose: bool, column_major: tuple[bool, bool], **params: object
+    cotangent: Tangent, *args: Primal, transpose: bool, column_major: tuple[bool, bool], **params: object
 ) -> list[Array | None]:
     no_gradients = [None] * (len(args) - 1)
-    if isinstance(dy, ad.Zero):
+    if isinstance(cotangent, ad.Zero):
         return [None, *no_gradients]
-    dx = quantized_matmul_p.bind(dy, *args[1:], transpose=not transpose, column_major=column_major[::-1], **params)
-    return [dx, *no_gradients]
+    flipped = {"transpose": not transpose, "column_major": column_major[::-1]}
+    return [quantized_matmul_p.bind(cotangent, *args[1:], **flipped, **params), *no_gradients]
 
 
 def _batch(
@@ -162,9 +163,9 @@ def _batch(
     x_leaves, w_leaves = list(zip(args, dims, strict=True))[:count], list(zip(args, dims, strict=True))[count:]
     if all(d is None for _, d in w_leaves):
         # All examples share the weight: they become rows, so a `vmap` of matvecs is one matmul.
-        stacked = [move_batch_axis(a, d, size, to=-3) for a, d in x_leaves]
-        m = stacked[0].shape[-2]
-        rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in stacked]
+        examples = [move_batch_axis(a, d, size, to=-3) for a, d in x_leaves]
+        m = examples[0].shape[-2]
+        rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in examples]
         y = bind(*rows, *(a for a, _ in w_leaves), column_major=(False, False))  # no longer column-major
         return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
     selected = _batch_selections(w_leaves, w_tree, size)

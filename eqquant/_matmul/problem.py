@@ -10,8 +10,8 @@ from jax.lax import PrecisionLike
 from .._array.array import QuantizedArray
 from .._array.dequantize import has_decoded_scales
 from .._formats.base import AbstractFormat
-from .._formats.layout import layout_of
-from .._native.layout import Layout
+from .._formats.layout import make_layout
+from .._native.weight import Layout
 from .kernels.target import TargetDevice as TargetDevice
 from .rows import Activations
 from .selected import SelectedArray
@@ -38,12 +38,12 @@ class MatmulProblem(NamedTuple):
     @property
     def layout(self) -> Layout:
         """The layout of the packed weight."""
-        return layout_of(self.format, self.k, self.decoded_scales)
+        return make_layout(self.format, self.k, self.decoded_scales)
 
     @property
     def x_layout(self) -> Layout:
         """The layout of packed activations."""
-        return layout_of(self.activations, self.k)  # pyright: ignore[reportArgumentType]
+        return make_layout(self.activations, self.k)  # pyright: ignore[reportArgumentType]
 
 
 def describe_matmul(
@@ -54,11 +54,10 @@ def describe_matmul(
     column_major: tuple[bool, bool] = (False, False),
 ) -> MatmulProblem:
     """Describes the product of two operands: arrays, or only shapes and dtypes."""
-    (n, k), dtype, plain = (
-        w.shape[-2:],
-        jnp.dtype(x.dtype),
-        has_decoded_scales(w.stack if isinstance(w, SelectedArray) else w),
-    )
+    n, k = w.shape[-2:]
+    decoded_scales = has_decoded_scales(w.stack if isinstance(w, SelectedArray) else w)
     x_format = getattr(x, "format", None)
     activations = x_format if isinstance(x_format, AbstractFormat) else None  # `jax.Array.format` is a layout
-    return MatmulProblem(x.shape[-2], n, k, dtype, w.format, transpose, precision, plain, column_major, activations)
+    return MatmulProblem(
+        x.shape[-2], n, k, jnp.dtype(x.dtype), w.format, transpose, precision, decoded_scales, column_major, activations
+    )

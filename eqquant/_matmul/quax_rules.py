@@ -29,7 +29,7 @@ def _dot_general(lhs: AbstractArrayValue | ArrayLike, rhs: AbstractArrayValue | 
 def _contract_pairs(
     lhs: AbstractArrayValue | ArrayLike,
     rhs: AbstractArrayValue | ArrayLike,
-    numbers: DotDimensionNumbers,
+    dimension_numbers: DotDimensionNumbers,
     options: Options,
     dtype: DTypeLike | None,
 ) -> Array | None:
@@ -39,9 +39,9 @@ def _contract_pairs(
     if not isinstance(w, AbstractOperand):  # Quax may call the rule with two dense operands
         return None
     x = x if isinstance(x, AbstractOperand) else jnp.asarray(x)
-    contracted, batch = numbers
+    contracted, batch = dimension_numbers
     pairs = [*zip(*batch, strict=True), *zip(*contracted, strict=True)]
-    # The two axes of a pair share a name; a free axis is named by its operand and number.
+    # The two axes of a pair share a name; a free axis is named by its operand and position.
     name_axes = lambda side, ndim: [
         next((pair for pair in pairs if pair[side] == axis), (side, axis, "free")) for axis in range(ndim)
     ]

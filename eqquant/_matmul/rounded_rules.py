@@ -133,18 +133,18 @@ def _batch_amax(args: Sequence[Array], dims: Sequence[int | None]) -> tuple[Arra
 def _record_amax(
     damax: Array, current: Array, amax: Array, empty: Array, *, result: jax.core.ShapedArray
 ) -> Float[Array, "*batch m n"]:
-    """Returns zeros. The transpose returns `current`, and the amax of their gradient."""
+    """Returns zeros. The transpose returns `current`, and the amax of the cotangent."""
     del damax, current, amax, empty
     return jnp.zeros(result.shape, result.dtype)
 
 
 def _transpose_record_amax(
-    dy: Tangent, damax: Primal, current: Array, amax: Array, empty: Array, *, result: jax.core.ShapedArray
+    cotangent: Tangent, damax: Primal, current: Array, amax: Array, empty: Array, *, result: jax.core.ShapedArray
 ) -> list[Array | None]:
     del damax, empty, result
-    if isinstance(dy, ad.Zero):
+    if isinstance(cotangent, ad.Zero):
         return [None, None, None, None]
-    return [jnp.concatenate([current, compute_shared_amax(dy, amax)[..., None]], axis=-1), None, None, None]
+    return [jnp.concatenate([current, compute_shared_amax(cotangent, amax)[..., None]], axis=-1), None, None, None]
 
 
 def _batch_record_amax(
@@ -198,7 +198,7 @@ def _jvp(
 
 
 def _transpose(
-    dy: Tangent,
+    cotangent: Tangent,
     x: Primal,
     w: Primal,
     *amax: Array,
@@ -208,15 +208,15 @@ def _transpose(
     **params: object,
 ) -> list[Array | None]:
     none = [None] * len(amax)
-    if isinstance(dy, ad.Zero):
+    if isinstance(cotangent, ad.Zero):
         return [None, None, *none]
     transpose = lambda a: jnp.swapaxes(a, -1, -2)
     bind = ft.partial(
         rounded_matmul_p.bind, x_rounding=gradient_rounding, gradient_rounding=gradient_rounding, **params
     )
     if ad.is_undefined_primal(x):
-        return [bind(dy, transpose(w), *amax, w_rounding=w_rounding), None, *none]
-    return [None, bind(transpose(dy), transpose(x), *amax, w_rounding=x_rounding), *none]
+        return [bind(cotangent, transpose(w), *amax, w_rounding=w_rounding), None, *none]
+    return [None, bind(transpose(cotangent), transpose(x), *amax, w_rounding=x_rounding), *none]
 
 
 def _batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:

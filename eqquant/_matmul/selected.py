@@ -139,7 +139,7 @@ def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
         y = jax.vmap(lambda n, x: eqq.take_layer(experts, n)(x))(chosen, tokens)
         ```
 
-    To train stacked layers, `scan` over the layers themselves. In a `scan` over numbers, each step adds gradients of
+    To train stacked layers, `scan` over the layers themselves. In a `scan` over indices, each step adds gradients of
     the size of the whole stack.
 
     **Arguments:**
@@ -151,7 +151,7 @@ def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
     **Returns:**
 
     The same tree. Instead of a [`eqquant.QuantizedArray`][] it has an array that behaves like it and reads the stack;
-    its `.taken()` is a copy. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are
+    its `.gather()` is a copy. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are
     copied, since gradients go to the arrays themselves.
 
     **Raises:**

@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8
 
 from . import library
-from .layout import Layout, StoredWeight
 from .steps import Scaling, Steps
+from .weight import Layout, StoredWeight
 
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -146,11 +146,11 @@ def _attributes(weight: StoredWeight, layout: Layout) -> dict[str, np.ndarray]:
     codes = (layout.bits, layout.length, layout.block_size)
     scales = (0, 0) if nested is None else (nested.bits, nested.block_size)
     present = [a is not None for a in weight[2:]]
-    numbers = (*codes, _SCALES.index((nested or layout).scale), _decode_kind(layout), *scales, *present)
+    fields = (*codes, _SCALES.index((nested or layout).scale), _decode_kind(layout), *scales, *present)
     return {
         "table": np.asarray(layout.table, np.float32),
         "scale_table": np.asarray(() if nested is None else nested.table, np.float32),
-        "weight": np.asarray(numbers, np.int64),
+        "weight": np.asarray(fields, np.int64),
     }
 
 

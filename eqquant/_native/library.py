@@ -89,8 +89,8 @@ def _api_version() -> int | None:
         text = header.read_text()
     except OSError:
         return None
-    numbers = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    return None if None in numbers else sum(int(n[1]) * f for n, f in zip(numbers, (1000, 1), strict=True) if n)
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    return None if None in found else sum(int(n[1]) * f for n, f in zip(found, (1000, 1), strict=True) if n)
 
 
 def _line(error: Exception) -> str:

@@ -26,7 +26,7 @@ Fact: TypeAlias = View | Concatenated | type[Data] | type[Parameter]
 class UseSite(NamedTuple):
     """One use of a weight.
 
-    - `weight`: the number of the weight.
+    - `weight`: the index of the weight.
     - `kind`: the name of the primitive; `"lookup"` for a selection of entries.
     - `with_data`: whether other operands depend on the data.
     - `equation`: the operation.

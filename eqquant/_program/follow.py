@@ -203,7 +203,7 @@ def _dynamic_slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts
 def _gather(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     """Selects entries along one axis, as an embedding does and a stack of experts."""
     first, params = facts[0], equation.params
-    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    dnums, sizes = params["dimension_numbers"], params["slice_sizes"]
     if first is Parameter and isinstance(facts[1], View):  # a codebook, indexed by codes
         return _decode(run, equation, values, facts[1:])
     if not isinstance(first, View):
@@ -211,15 +211,15 @@ def _gather(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
     run.report_use(first, "lookup", facts[1] is Data, equation)
     shape, ndim = values[0].shape, len(_compat.result_shape(equation))
     axes: list[views.Digits] = [()] * ndim
-    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    dropped = {*dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
     offsets = [axis for axis in range(len(shape)) if axis not in dropped]
-    for axis, to in zip(offsets, numbers.offset_dims, strict=True):
+    for axis, to in zip(offsets, dnums.offset_dims, strict=True):
         axes[to] = first.axes[axis] if sizes[axis] == shape[axis] else (() if sizes[axis] == 1 else None)
-    selected, rows = first, [axis for axis in range(ndim) if axis not in numbers.offset_dims]
-    chosen = [axis for axis in numbers.start_index_map if sizes[axis] != shape[axis]]
-    single = len(chosen) == 1 and sizes[chosen[0]] == 1 and not numbers.operand_batching_dims
+    selected, rows = first, [axis for axis in range(ndim) if axis not in dnums.offset_dims]
+    chosen = [axis for axis in dnums.start_index_map if sizes[axis] != shape[axis]]
+    single = len(chosen) == 1 and sizes[chosen[0]] == 1 and not dnums.operand_batching_dims
     if single and len(rows) < 2:
-        at = values[1][..., list(numbers.start_index_map).index(chosen[0])].reshape(-1)
+        at = values[1][..., list(dnums.start_index_map).index(chosen[0])].reshape(-1)
         at = jnp.clip(at, 0, shape[chosen[0]] - 1)
         selected = views.take(first, {chosen[0]: lambda values: jnp.asarray(values)[at]})
         if rows:

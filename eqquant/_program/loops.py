@@ -21,31 +21,30 @@ def run_call(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
 
 
 def run_implementation(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    """Runs an operation that is a function of Python, as those of Equinox and lineax are."""
+    """Runs an operation that is a Python function, such as a primitive of Equinox or lineax."""
     operation = lambda *values: equation.primitive.impl(*values, **equation.params)
     jaxpr, consts = _compat.open_jaxpr(jax.make_jaxpr(operation)(*values))
     return run.run(jaxpr, [*consts, *values], [*[Parameter] * len(consts), *facts])
 
 
 def run_cond(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    results: list[list[Fact]] = []
+    facts_after: list[list[Fact]] = []
 
     def branch(closed: ClosedJaxpr, *operands: Array) -> list[Array]:
         jaxpr, consts = _compat.open_jaxpr(closed)
         outputs, after = run.run(jaxpr, [*consts, *operands], [*[Parameter] * len(consts), *facts[1:]])
-        results.append(after)
+        facts_after.append(after)
         return outputs
 
     branches = [lambda *operands, closed=closed: branch(closed, *operands) for closed in equation.params["branches"]]
     outputs = jax.lax.switch(values[0], branches, *values[1:])
-    run.use(
-        equation, [fact for after in results for fact in after]
-    )  # which weight a result is a view of is not followed
-    same = [all(fact is after[0] for fact in after) for after in zip(*results, strict=True)]
+    # A branch may return one weight or another, so weights are not followed further.
+    run.use(equation, [fact for after in facts_after for fact in after])
+    same = [all(fact is after[0] for fact in after) for after in zip(*facts_after, strict=True)]
     plain = Data if facts[0] is Data else Parameter
     mixed = [
         after[0] if alike and isinstance(after[0], type) else Data
-        for alike, after in zip(same, zip(*results, strict=True), strict=True)
+        for alike, after in zip(same, zip(*facts_after, strict=True), strict=True)
     ]
     return list(outputs), [Data if plain is Data else fact for fact in mixed]
 
@@ -69,9 +68,9 @@ def run_while(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fac
         known = [*[Parameter] * len(cond_consts), *cond_facts, *kept]
         return run.run(cond, [*cond_consts, *cond_values, *carry], known)[0][0]
 
-    results = list(jax.lax.while_loop(test, step, start))
+    carry = list(jax.lax.while_loop(test, step, start))
     _report_changed_carry(run, equation, carried, kept, after)
-    return results, kept
+    return carry, kept
 
 
 def _carry_facts(body: Jaxpr, before: int, carried: Sequence[Fact]) -> list[Fact]:
@@ -95,38 +94,38 @@ def _report_changed_carry(
 
 def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     params = equation.params
-    consts, start, stacked = _compat.scan_operands(values, params)
-    const_facts, carried, stacked_facts = _compat.scan_operands(facts, params)
+    consts, start, xs = _compat.scan_operands(values, params)
+    const_facts, carried, xs_facts = _compat.scan_operands(facts, params)
     body, body_consts = _compat.open_jaxpr(params["jaxpr"])
     kept = _carry_facts(body, len(consts), carried)
     count = len(start)
     after: list[Fact] = []
 
-    def step(carry: list[Array], at: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
-        number, slices = at
+    def step(carry: list[Array], indexed: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
+        index, slices = indexed
         known = [
             *[Parameter] * len(body_consts),
             *const_facts,
             *kept,
-            *(_take_layer(fact, number) for fact in stacked_facts),
+            *(_take_layer(fact, index) for fact in xs_facts),
         ]
         outputs, after[:] = run.run(body, [*body_consts, *consts, *carry, *slices], known)
         return outputs[:count], outputs[count:]
 
-    run.use(equation, [fact for fact in stacked_facts if isinstance(fact, Concatenated)])
-    carry, results = jax.lax.scan(
+    run.use(equation, [fact for fact in xs_facts if isinstance(fact, Concatenated)])
+    carry, ys = jax.lax.scan(
         step,
         start,
-        (jnp.arange(params["length"]), stacked),
+        (jnp.arange(params["length"]), xs),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
     _report_changed_carry(run, equation, carried, kept, after)
-    return [*carry, *results], [*kept, *[combine_facts([*facts, *kept])] * len(results)]
+    return [*carry, *ys], [*kept, *[combine_facts([*facts, *kept])] * len(ys)]
 
 
-def _take_layer(fact: Fact, number: Array) -> Fact:
+def _take_layer(fact: Fact, index: Array) -> Fact:
     """Returns the fact about one entry along the first axis."""
     if not isinstance(fact, View):
         return Parameter if isinstance(fact, Concatenated) else fact
@@ -136,6 +135,6 @@ def _take_layer(fact: Fact, number: Array) -> Fact:
         inner = 1
         for digit in reversed(first):
             values = jnp.asarray(digit.values)
-            fixed.append(digit._replace(at=values[number // inner % digit.size]))
+            fixed.append(digit._replace(at=values[index // inner % digit.size]))
             inner *= digit.size
     return fact._replace(axes=fact.axes[1:], fixed=tuple(fixed))

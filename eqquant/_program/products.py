@@ -17,7 +17,7 @@ class LayerInputs(NamedTuple):
     """The inputs of a product, by layer of a stack.
 
     - `rows`: one input vector per row.
-    - `layer`: the number of the layer in the stack.
+    - `layer`: the index of the layer in the stack.
     - `row_mask`: which rows reach the layer; `None` if all do.
     """
 
@@ -76,14 +76,14 @@ class Product(NamedTuple):
         free += [(Digit(axis, shape[axis]),) for axis in stack if axis not in given]
         axes = [*free, *(self.batch[n] for n in kept)]
         lengths = [math.prod(d.size for d in digits) for digits in free] + sizes
-        number = jnp.zeros(lengths, jnp.int32)
+        layer = jnp.zeros(lengths, jnp.int32)
         for axis in stack:
             at = _index_along(axis, axes, self.view.fixed, shape[axis])
             if at is None:
                 return None
-            number = number * shape[axis] + at
+            layer = layer * shape[axis] + at
         rows = jnp.broadcast_to(rows, (*(lengths if row_mask is None else lengths[: len(free)]), *rows.shape[-2:]))
-        return LayerInputs(rows, number, row_mask)
+        return LayerInputs(rows, layer, row_mask)
 
 
 def _count_values(digits: Sequence[Digit], axis: int) -> int:
@@ -161,43 +161,43 @@ Arranged = tuple[Array, Sequence[int], Sequence[int], Array | None]
 
 def _arrange_dot(params: dict[str, Any], values: Sequence[Array], n: int) -> Arranged:
     contracted, batch = params["dimension_numbers"]
-    x, x_number = values[1 - n], 1 - n
-    free = [axis for axis in range(x.ndim) if axis not in (*contracted[x_number], *batch[x_number])]
-    rows = jnp.transpose(x, (*batch[x_number], *free, *contracted[x_number]))
+    x, x_index = values[1 - n], 1 - n
+    free = [axis for axis in range(x.ndim) if axis not in (*contracted[x_index], *batch[x_index])]
+    rows = jnp.transpose(x, (*batch[x_index], *free, *contracted[x_index]))
     lengths = lambda axes: [x.shape[axis] for axis in axes]
     m = math.prod(lengths(free))
-    return rows.reshape(*lengths(batch[x_number]), m, *lengths(contracted[x_number])), contracted[n], batch[n], None
+    return rows.reshape(*lengths(batch[x_index]), m, *lengths(contracted[x_index])), contracted[n], batch[n], None
 
 
 def _arrange_convolution(params: dict[str, Any], values: Sequence[Array], n: int) -> Arranged | None:
     """Arranges the patch under each position of the kernel as a row. All groups share the rows."""
     if n != 1 or params["batch_group_count"] != 1:
         return None
-    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-    x, inputs = values[0], [values[1].shape[axis] for axis in numbers.rhs_spec[1:]]
+    dnums, groups = params["dimension_numbers"], params["feature_group_count"]
+    x, inputs = values[0], [values[1].shape[axis] for axis in dnums.rhs_spec[1:]]
     features = math.prod(inputs)
     # One-hot kernels extract patches, with the strides, padding and dilation of the program.
     kernel = jnp.eye(features, dtype=x.dtype).reshape(features, *inputs)
-    kernel = jnp.moveaxis(jnp.tile(kernel, (groups, *[1] * len(inputs))), range(kernel.ndim), numbers.rhs_spec)
+    kernel = jnp.moveaxis(jnp.tile(kernel, (groups, *[1] * len(inputs))), range(kernel.ndim), dnums.rhs_spec)
     exact = {**params, "precision": (jax.lax.Precision.HIGHEST,) * 2, "preferred_element_type": None}
-    patches = jnp.moveaxis(jax.lax.conv_general_dilated_p.bind(x, kernel, **exact), numbers.out_spec[1], 0)
+    patches = jnp.moveaxis(jax.lax.conv_general_dilated_p.bind(x, kernel, **exact), dnums.out_spec[1], 0)
     rows = jnp.swapaxes(patches.reshape(groups, features, -1), -1, -2)
-    return rows.reshape(-1, *inputs), numbers.rhs_spec[1:], (), None
+    return rows.reshape(-1, *inputs), dnums.rhs_spec[1:], (), None
 
 
 def _arrange_ragged(params: dict[str, Any], values: Sequence[Array], n: int) -> Arranged | None:
     """Arranges the rows, with the mask of the rows of each group."""
-    numbers = params["ragged_dot_dimension_numbers"]
-    contracted, batch = numbers.dot_dimension_numbers
-    groups = list(numbers.rhs_group_dimensions)
+    dnums = params["ragged_dot_dimension_numbers"]
+    contracted, batch = dnums.dot_dimension_numbers
+    groups = list(dnums.rhs_group_dimensions)
     x, sizes = values[0], values[2]
     plain = n == 1 and not batch[0] and len(groups) == 1 and x.ndim == 1 + len(contracted[0]) and sizes.ndim == 1
     if not plain:
         return None
     stops = jnp.cumsum(sizes)[:, None]
-    number = jnp.arange(x.shape[numbers.lhs_ragged_dimensions[0]])[None]
-    row_mask = (number < stops) & (number >= stops - sizes[:, None])
-    return jnp.transpose(x, (*numbers.lhs_ragged_dimensions, *contracted[0])), contracted[1], groups, row_mask
+    row = jnp.arange(x.shape[dnums.lhs_ragged_dimensions[0]])[None]
+    row_mask = (row < stops) & (row >= stops - sizes[:, None])
+    return jnp.transpose(x, (*dnums.lhs_ragged_dimensions, *contracted[0])), contracted[1], groups, row_mask
 
 
 _ARRANGE = {

@@ -32,18 +32,18 @@ def trace(run: Callable[..., PyTree], arguments: Sequence[PyTree]) -> Traced:
     is_array = [eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for _, x in nodes]
     found: list[Callable[[Sequence[Array]], PyTree]] = []
 
-    def flat(arrays: Sequence[Array]) -> list[Array]:
+    def run_flat(arrays: Sequence[Array]) -> list[Array]:
         remaining = iter(arrays)
         leaves = [next(remaining) if array else x for (_, x), array in zip(nodes, is_array, strict=True)]
         out, rest = eqx.partition(run(*jtu.tree_unflatten(treedef, leaves)), eqx.is_array)
-        results, tree = jtu.tree_flatten(out)
-        found[:] = [lambda results: eqx.combine(jtu.tree_unflatten(tree, results), rest)]
-        return results
+        outputs, tree = jtu.tree_flatten(out)
+        found[:] = [lambda outputs: eqx.combine(jtu.tree_unflatten(tree, outputs), rest)]
+        return outputs
 
     arrays = [
         (keys, jax.ShapeDtypeStruct(x.shape, x.dtype))
         for (keys, x), array in zip(nodes, is_array, strict=True)
         if array
     ]
-    program = jax.make_jaxpr(flat)([x for _, x in arrays])
+    program = jax.make_jaxpr(run_flat)([x for _, x in arrays])
     return Traced(program, arrays, found[0])

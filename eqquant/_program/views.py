@@ -48,7 +48,7 @@ Digits = tuple[Digit, ...] | None  # the digits along one axis of an array; `Non
 class View(NamedTuple):
     """An array that holds values of one weight, perhaps masked or scaled.
 
-    - `weight`: the number of the weight.
+    - `weight`: the index of the weight.
     - `axes`: the digits along each axis: `()` if the array repeats along it, `None` if they are unknown.
     - `fixed`: digits with a single value, which have no axis in the array.
     - `looked_up`: whether the data selects among its values.
@@ -217,10 +217,10 @@ def find_inputs(view: View, contracted: Sequence[int], lengths: Sequence[int], s
         return None
     strides = {axis: math.prod(shape[other] for other in axes if other > axis) for axis in axes}
     step = lambda digit: digit.stride * strides[digit.axis]
-    number = np.asarray(sum(int(digit.at) * step(digit) for digit in fixed))  # pyright: ignore[reportArgumentType]
+    features = np.asarray(sum(int(digit.at) * step(digit) for digit in fixed))  # pyright: ignore[reportArgumentType]
     for digit in digits:
-        number = number[..., None] + np.asarray(digit.values) * step(digit)
+        features = features[..., None] + np.asarray(digit.values) * step(digit)
     sizes = [math.prod(digit.size for digit in group or ()) for group in groups]
     if sizes != list(lengths):  # the array repeats along an axis
         return None
-    return Inputs(tuple(axes), number.reshape(sizes), math.prod(shape[axis] for axis in axes))
+    return Inputs(tuple(axes), features.reshape(sizes), math.prod(shape[axis] for axis in axes))

@@ -89,7 +89,7 @@ def _all_quantized(arrays: Sequence[PyTree]) -> bool:
 
 
 def _batch_axis(q: QuantizedArray, axis: int) -> int | None:
-    """Returns the number of a logical axis in memory, or `None` for a quantized axis."""
+    """Returns the position of a logical axis in memory, or `None` for a quantized axis."""
     quantized = {a % q.ndim for a in as_axes(q.axis)}
     return None if axis % q.ndim in quantized else [a for a in range(q.ndim) if a not in quantized].index(axis % q.ndim)
 
@@ -155,12 +155,12 @@ def _slice_rows(q: QuantizedArray, start: int, stop: int) -> QuantizedArray:
     for at in (start, stop):
         if at != row_length(q):
             _check_whole(q, at)
-    one = not isinstance(block, int)  # each part keeps the one scale of the row
-    first, last = (0, 1) if one else (start // block, -(-stop // block))
+    one_scale = not isinstance(block, int)  # each part keeps the one scale of the row
+    first, last = (0, 1) if one_scale else (start // block, -(-stop // block))
     part = slice(packed_length(q.format, start), packed_length(q.format, stop))
 
     def slice_blocks(x: PyTree) -> PyTree:
-        if x is None or one:
+        if x is None or one_scale:
             return x
         return _slice_rows(x, first, last) if is_quantized(x) else x[..., first:last]
 

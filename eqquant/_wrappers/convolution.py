@@ -1,12 +1,12 @@
 """Convolutions of quantized activations and quantized weights, under `eqquant.quaxify`.
 
 Codes are multiplied by codes, and sums scaled once. A scale must not change within a window, so each example of `x` has
-one scale, and each output channel of the weight:
+one scale, as has each output channel of the weight:
 
     y = s t (conv(a, b) - p conv(1, b))
 
-where `a` are the integers of `x` with the zero point `p`, and `b` those of the weight. The correction is a convolution
-of ones, because a window at the border sees fewer values.
+where `a` are the integers of `x` with the zero point `p`, and `b` the integers of the weight. The correction is a
+convolution of ones, because a window at the border sees fewer values.
 
 GPU and TPU convolve int8 in int32. On CPU, XLA convolves int8 far slower than float32. There the same integers are
 convolved as floats, in groups of input channels whose sums are below 2^24, and so exact.
@@ -28,10 +28,10 @@ from .._array.codes import row_length
 from .._array.dense import allow_dense
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue
-from .._formats.layout import layout_of
+from .._formats.layout import make_layout
 from .._matmul.dispatch import as_packed_weight, as_quantized
 from .._matmul.kernels import xla_codes
-from .._native.layout import Layout
+from .._native.weight import Layout
 from .._numerics.axes import as_axes, logical_order
 from .activation import ActivationQuantizedArray
 from .simulated import FakeQuantizedArray
@@ -75,7 +75,7 @@ def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: Params
 
 
 def _get_layouts(q: QuantizedArray, w: QuantizedArray) -> tuple[Layout, Layout]:
-    return layout_of(q.format, q.shape[-1]), layout_of(w.format, row_length(w))
+    return make_layout(q.format, q.shape[-1]), make_layout(w.format, row_length(w))
 
 
 def _can_multiply_codes(q: QuantizedArray, w: Array | AbstractArrayValue, params: Params) -> bool:
@@ -91,24 +91,24 @@ def _can_multiply_codes(q: QuantizedArray, w: Array | AbstractArrayValue, params
 def _convolve_codes(
     q: QuantizedArray, w: QuantizedArray, restore_shape: Callable[[Array], Array], params: Params
 ) -> Float[Array, "..."]:
-    numbers, (x_layout, w_layout) = params["dimension_numbers"], _get_layouts(q, w)
+    dnums, (x_layout, w_layout) = params["dimension_numbers"], _get_layouts(q, w)
     left = xla_codes.operand(as_packed_weight(q), x_layout, "int8", x_layout.length)
     right = xla_codes.operand(as_packed_weight(w), w_layout, "int8", w_layout.length)
     shape = lambda n, axis: tuple(n if i == axis else 1 for i in range(w.ndim))
     per_example = lambda a, spec: a.reshape(shape(a.shape[0], spec[0]))
     per_channel = lambda a, spec, axis: a.reshape(shape(a.shape[0], spec[axis]))
     a, b = restore_shape(left.values), logical_order(right.values[:, 0], as_axes(w.axis), w.lengths)
-    p = None if left.zero is None else per_example(left.zero, numbers.lhs_spec)
-    r = None if right.zero is None else per_channel(right.zero, numbers.rhs_spec, 0)
+    a_zero = None if left.zero is None else per_example(left.zero, dnums.lhs_spec)
+    b_zero = None if right.zero is None else per_channel(right.zero, dnums.rhs_spec, 0)
     as_floats = ft.partial(
-        _convolve_floats, params=params, max_product=_find_amax(x_layout, p) * _find_amax(w_layout, r)
+        _convolve_floats, params=params, max_product=_find_amax(x_layout, a_zero) * _find_amax(w_layout, b_zero)
     )
-    if r is not None:
-        y = as_floats(a, b, p, r)
+    if b_zero is not None:
+        y = as_floats(a, b, a_zero, b_zero)
     else:
         as_integers = ft.partial(_convolve_integers, params=params)
-        y = lax.platform_dependent(a, b, p, r, cpu=as_floats, default=as_integers)
-    scale = per_example(left.scale, numbers.out_spec) * per_channel(right.scale, numbers.out_spec, 1)
+        y = lax.platform_dependent(a, b, a_zero, b_zero, cpu=as_floats, default=as_integers)
+    scale = per_example(left.scale, dnums.out_spec) * per_channel(right.scale, dnums.out_spec, 1)
     return y.astype(jnp.float32) * jnp.broadcast_to(scale, y.shape)
 
 
@@ -125,27 +125,33 @@ def _convolve_exactly(
 
 
 def _convolve_integers(
-    a: Int8[Array, "..."], b: Int8[Array, "..."], p: Array | None, r: None, *, params: Params
+    a: Int8[Array, "..."], b: Int8[Array, "..."], a_zero: Array | None, b_zero: None, *, params: Params
 ) -> Int32[Array, "..."]:
-    del r
-    y, numbers = _convolve_exactly(a, b, params, jnp.int32), params["dimension_numbers"]
-    if p is None:
+    del b_zero
+    y, dnums = _convolve_exactly(a, b, params, jnp.int32), params["dimension_numbers"]
+    if a_zero is None:
         return y
     at_border = _convolve_exactly(
-        lax.slice_in_dim(jnp.ones_like(a), 0, 1, axis=numbers.lhs_spec[0]), b, params, jnp.int32
+        lax.slice_in_dim(jnp.ones_like(a), 0, 1, axis=dnums.lhs_spec[0]), b, params, jnp.int32
     )
-    p = jnp.moveaxis(p, numbers.lhs_spec[0], numbers.out_spec[0])
-    return y - jnp.broadcast_to(p, y.shape) * jnp.broadcast_to(at_border, y.shape)
+    a_zero = jnp.moveaxis(a_zero, dnums.lhs_spec[0], dnums.out_spec[0])
+    return y - jnp.broadcast_to(a_zero, y.shape) * jnp.broadcast_to(at_border, y.shape)
 
 
 def _convolve_floats(
-    a: Int8[Array, "..."], b: Int8[Array, "..."], p: Array | None, r: Array | None, *, params: Params, max_product: int
+    a: Int8[Array, "..."],
+    b: Int8[Array, "..."],
+    a_zero: Array | None,
+    b_zero: Array | None,
+    *,
+    params: Params,
+    max_product: int,
 ) -> Int32[Array, "..."]:
-    subtract_zero = lambda a, p: (a if p is None else a.astype(jnp.int32) - jnp.broadcast_to(p, a.shape)).astype(
-        jnp.float32
-    )
-    a, b, numbers = subtract_zero(a, p), subtract_zero(b, r), params["dimension_numbers"]
-    a_axis, (_, b_axis, *window) = numbers.lhs_spec[1], numbers.rhs_spec
+    subtract_zero = lambda a, zero: (
+        a if zero is None else a.astype(jnp.int32) - jnp.broadcast_to(zero, a.shape)
+    ).astype(jnp.float32)
+    a, b, dnums = subtract_zero(a, a_zero), subtract_zero(b, b_zero), params["dimension_numbers"]
+    a_axis, (_, b_axis, *window) = dnums.lhs_spec[1], dnums.rhs_spec
     groups, channels = params["feature_group_count"], b.shape[b_axis]
     max_channels = max(_MAX_EXACT // (max_product * math.prod(b.shape[axis] for axis in window)), 1)
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, UInt32
 from .._array.array import QuantizedArray
 from .._array.codes import row_length
 from .._array.dense import allow_dense
-from .._formats.base import levels_of
+from .._formats.base import find_levels
 from .._numerics.blocks import expand
 
 
@@ -33,7 +33,7 @@ def in_range(rows: Float[Array, "*batch length"], q: QuantizedArray) -> Bool[Arr
     - `rows`: the values that were quantized, in memory order.
     - `q`: the quantized values.
     """
-    levels, reached = levels_of(q.format)
+    levels, reached = find_levels(q.format)
     levels = np.unique(levels[reached])
     # Slightly more than half: Dynamic8 scales the amax to exactly half a step below its lowest level.
     half = 0.5 + 1e-4
@@ -66,7 +66,7 @@ def ste_source(
     source = jnp.where(inside, rows, jax.lax.stop_gradient(rows))
     if log_factor is None:
         return source
-    levels, reached = levels_of(q.format)
+    levels, reached = find_levels(q.format)
     count = rows.shape[-1] if not isinstance(q.block_size, int) else min(q.block_size, rows.shape[-1])
     speed = 1 / math.sqrt(max(count, 1) * float(np.abs(levels[reached]).max()))
     with allow_dense():

@@ -39,46 +39,46 @@ class _Lookup(NamedTuple):
     axis: int
     indices: Integer[Array, " entries"]
     batch: tuple[int, ...]  # the axes of the indices
-    places: tuple[int, ...]  # the numbers of those axes in the result
+    places: tuple[int, ...]  # the positions of those axes in the result
     keepdims: bool  # whether the axis remains in the result, with length one
 
 
 def _as_lookup(shape: tuple[int, ...], indices: Array, params: dict[str, Any]) -> _Lookup | None:
-    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    dnums, sizes = params["dimension_numbers"], params["slice_sizes"]
     moving = [axis for axis, size in enumerate(sizes) if size != shape[axis]]
     # An axis of length one is whole, and may be the indexed one.
-    moving = moving or [axis for axis in numbers.start_index_map if sizes[axis] == 1][:1]
-    collapsed = set(numbers.collapsed_slice_dims)
-    if len(moving) != 1 or sizes[moving[0]] != 1 or numbers.operand_batching_dims or collapsed - set(moving):
+    moving = moving or [axis for axis in dnums.start_index_map if sizes[axis] == 1][:1]
+    collapsed = set(dnums.collapsed_slice_dims)
+    if len(moving) != 1 or sizes[moving[0]] != 1 or dnums.operand_batching_dims or collapsed - set(moving):
         return None
     (axis,) = moving
-    if axis not in numbers.start_index_map:
+    if axis not in dnums.start_index_map:
         return None
-    column = numbers.start_index_map.index(axis)
+    column = dnums.start_index_map.index(axis)
     entries = indices[..., column]
     if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
         # Whole axes must start at zero.
         inside = (indices == 0).at[..., column].set(True).all(-1)
         entries = jnp.where(inside, entries, shape[axis])
-    batch, out_ndim = entries.shape, entries.ndim + len(numbers.offset_dims)
-    places = tuple(n for n in range(out_ndim) if n not in numbers.offset_dims)
+    batch, out_ndim = entries.shape, entries.ndim + len(dnums.offset_dims)
+    places = tuple(n for n in range(out_ndim) if n not in dnums.offset_dims)
     return _Lookup(axis, entries.reshape(math.prod(batch)), batch, places, axis not in collapsed)
 
 
 def _gather_entries(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, Any]) -> MoveResult:
     axis, entries, batch, places, keepdims = lookup
 
-    def leaf(axes: Axes, x: Array) -> Array:
+    def move_leaf(axes: Axes, x: Array) -> Array:
         if axis not in axes:
             return x
         at = axes.index(axis)
         rest = tuple(n for n in range(x.ndim) if n != at)
-        numbers = lax.GatherDimensionNumbers(rest, (at,), (at,))
+        dnums = lax.GatherDimensionNumbers(rest, (at,), (at,))
         sizes = [1 if n == at else length for n, length in enumerate(x.shape)]
         # The fill mode fills scales out of bounds with ones in all bits: NaN, as for a float operand.
-        return lax.gather(x, entries[:, None], numbers, sizes, mode=params["mode"])
+        return lax.gather(x, entries[:, None], dnums, sizes, mode=params["mode"])
 
-    gathered = move(w, move_along(w.ndim, frozenset({axis}), leaf))
+    gathered = move(w, move_along(w.ndim, frozenset({axis}), move_leaf))
     rest = [length for n, length in enumerate(gathered.shape) if n != axis]
     if sum(length != 1 for length in rest) > 1 and axis == 0 and places in ((), (0,)):
         # Matrices of a stack.
@@ -96,13 +96,13 @@ def _gather_entries(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, An
 
 def _gather_rows(q: QuantizedArray, indices: ArrayLike, params: dict[str, Any]) -> Array:
     """Gathers whole rows by several indices at once."""
-    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    axis, out_ndim = q.ndim - 1, jnp.ndim(indices) - 1 + len(numbers.offset_dims)
+    dnums, sizes = params["dimension_numbers"], params["slice_sizes"]
+    axis, out_ndim = q.ndim - 1, jnp.ndim(indices) - 1 + len(dnums.offset_dims)
     whole = q.axis == -1 and sizes[-1] == q.shape[-1]
-    if not whole or q.ndim < 2 or axis in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims):
+    if not whole or q.ndim < 2 or axis in (*dnums.collapsed_slice_dims, *dnums.operand_batching_dims):
         raise CannotMove
-    if numbers.offset_dims[-1] != out_ndim - 1:
+    if dnums.offset_dims[-1] != out_ndim - 1:
         raise CannotMove
-    gather = lambda leaf: lax.gather(leaf, indices, numbers, (*sizes[:-1], leaf.shape[-1]), mode=params["mode"])
+    gather = lambda leaf: lax.gather(leaf, indices, dnums, (*sizes[:-1], leaf.shape[-1]), mode=params["mode"])
     with allow_dense():
         return jtu.tree_map(gather, q.with_sharding(None)).dequantize()

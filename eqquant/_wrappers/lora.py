@@ -87,7 +87,7 @@ class LoraArray(AbstractArrayValue):
         return dense + delta.astype(dense.dtype)
 
     def delta(self) -> Float[Array, "..."]:
-        """Returns what the factors add to the base, in the dtype of the factors."""
+        """Returns the scaled product of the factors, in their dtype."""
         a = self.a.reshape(*self.b.shape[:-2], self.rank, -1)
         return self.scaling * jnp.matmul(self.b, a).reshape(*self.b.shape[:-1], *self.a.shape[-self.in_ndim :])
 

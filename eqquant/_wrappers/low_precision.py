@@ -23,7 +23,7 @@ from .base import AbstractMatmulOverride
 class LowPrecisionArray(AbstractMatmulOverride):
     r"""A float weight whose products are computed in low precision, forward and backward.
 
-    [`eqquant.low_precision_training`][] makes it. It trains like the float array that it holds: that is what the
+    [`eqquant.low_precision_training`][] makes it. It trains like the float array that it holds, which the
     optimizer changes. Each of the three products of a layer rounds both operands, along the axis that it sums over, and
     multiplies codes by codes:
 

@@ -117,14 +117,16 @@ def _concatenate_arrays(operands: Sequence[Value], dimension: int) -> MoveResult
     if not _have_same_structure(operands):
         raise CannotMove
 
-    def leaf(axes: Axes, *leaves: Array) -> Array:
+    def move_leaf(axes: Axes, *leaves: Array) -> Array:
         if dimension not in axes or len({(leaf.ndim, leaf.dtype) for leaf in leaves}) > 1:
             raise CannotMove
         return jnp.concatenate(leaves, axes.index(dimension))
 
     first, *others = operands
     return move(
-        first, move_along(jnp.ndim(first), frozenset({dimension}), leaf)._replace(move_codes=concatenate_codes), *others
+        first,
+        move_along(jnp.ndim(first), frozenset({dimension}), move_leaf)._replace(move_codes=concatenate_codes),
+        *others,
     )
 
 
@@ -176,12 +178,12 @@ def _slice_axes(w: AbstractArrayValue, parts: dict[int, tuple[int, int, int]]) -
             sizes = [size for size in (start, stop - start, w.shape[axis] - stop) if size]
             return _call_or_refuse(split, w, sizes, axis)[1 if start else 0]
 
-    def leaf(axes: Axes, x: Array) -> Array:
+    def move_leaf(axes: Axes, x: Array) -> Array:
         whole = lambda n: (0, x.shape[n], 1)
         bounds = [parts.get(axis, whole(n)) if axis is not None else whole(n) for n, axis in enumerate(axes)]
         return lax.slice(x, *zip(*bounds, strict=True)) if bounds else x
 
-    return move(w, move_along(w.ndim, frozenset(parts), leaf))
+    return move(w, move_along(w.ndim, frozenset(parts), move_leaf))
 
 
 @_register(lax.dynamic_slice_p)
@@ -189,7 +191,7 @@ def _dynamic_slice(w: AbstractArrayValue, *starts: ArrayLike, slice_sizes: Seque
     # `dynamic_slice` clamps starts, so the slice of a whole axis starts at zero.
     changed_axes = frozenset(axis for axis in range(w.ndim) if slice_sizes[axis] != w.shape[axis])
 
-    def leaf(axes: Axes, x: Array) -> Array:
+    def move_leaf(axes: Axes, x: Array) -> Array:
         zero = jnp.zeros((), jnp.result_type(starts[0]))
         at = [starts[axis] if axis in changed_axes else zero for axis in axes]
         return lax.dynamic_slice(
@@ -198,13 +200,13 @@ def _dynamic_slice(w: AbstractArrayValue, *starts: ArrayLike, slice_sizes: Seque
 
     if len(starts) != w.ndim:  # sizes are traced
         raise CannotMove
-    return move(w, move_along(w.ndim, changed_axes, leaf))
+    return move(w, move_along(w.ndim, changed_axes, move_leaf))
 
 
 @_register(lax.rev_p)
 def _reverse(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> MoveResult:
-    leaf = lambda axes, x: lax.rev(x, [n for n, axis in enumerate(axes) if axis in dimensions])
-    return move(w, move_along(w.ndim, frozenset(dimensions), leaf))
+    move_leaf = lambda axes, x: lax.rev(x, [n for n, axis in enumerate(axes) if axis in dimensions])
+    return move(w, move_along(w.ndim, frozenset(dimensions), move_leaf))
 
 
 @_register(lax.pad_p)
@@ -213,7 +215,7 @@ def _pad(
 ) -> MoveResult:
     changed_axes = frozenset(axis for axis, added in enumerate(padding_config) if any(added))
 
-    def leaf(axes: Axes, x: Array) -> Array:
+    def move_leaf(axes: Axes, x: Array) -> Array:
         widths = [tuple(map(int, padding_config[a])) if a in changed_axes else (0, 0, 0) for a in axes]
         return lax.pad(x, jnp.zeros((), x.dtype), widths)  # pyright: ignore[reportArgumentType]
 
@@ -222,7 +224,7 @@ def _pad(
     adds_layers = not isinstance(w, QuantizedArray) and not changed_axes <= {w.ndim - 2, w.ndim - 1}
     if not is_zero or adds_layers or w.deferred:
         raise CannotMove
-    padded = move(w, move_along(w.ndim, changed_axes, leaf))
+    padded = move(w, move_along(w.ndim, changed_axes, move_leaf))
     if not all(_zeros_decode_to_zero(q) for q in jtu.tree_leaves(padded, is_leaf=is_quantized) if is_quantized(q)):
         raise CannotMove
     return padded

@@ -34,13 +34,13 @@ MoveResult: TypeAlias = AbstractArrayValue | Array
 class Move(NamedTuple):
     """A move of whole entries along logical axes.
 
-    - `leaf`: computes a leaf of the result, given the axes of the leaf and that leaf of each operand.
+    - `move_leaf`: computes a leaf of the result, given the axes of the leaf and that leaf of each operand.
     - `changed_axes`: the logical axes along which entries are gathered, added or reordered.
     - `source_axes`: the source of each axis of the result, `None` for a new axis. Axes of length one may be left out.
     - `move_codes`: moves `QuantizedArray`s as a whole, instead of leaf by leaf.
     """
 
-    leaf: Callable[..., Array]
+    move_leaf: Callable[..., Array]
     changed_axes: frozenset[int]
     source_axes: Axes
     move_codes: Callable[..., AbstractArrayValue] | None = None
@@ -60,7 +60,7 @@ def move(x: MoveResult, spec: Move, *others: MoveResult) -> MoveResult:
     """
     if isinstance(x, AbstractArrayValue):
         raise CannotMove
-    return spec.leaf(tuple(range(jnp.ndim(x))), x, *others)
+    return spec.move_leaf(tuple(range(jnp.ndim(x))), x, *others)
 
 
 @move.register
@@ -72,7 +72,7 @@ def _(x: QuantizedArray, spec: Move, *others: QuantizedArray) -> AbstractArrayVa
     if not kept or not spec.changed_axes.isdisjoint(quantized):
         raise CannotMove
     axes = (*(axis for axis in range(x.ndim) if axis not in quantized), None)
-    out = jtu.tree_map(ft.partial(spec.leaf, axes), x, *others)
+    out = jtu.tree_map(ft.partial(spec.move_leaf, axes), x, *others)
     return dataclasses.replace(
         out,
         axis=as_axis(tuple(spec.source_axes.index(quantized[n]) - len(spec.source_axes) for n in kept)),
@@ -137,9 +137,9 @@ def _(x: LoraArray, spec: Move, *others: LoraArray) -> LoraArray:
 
     def move_factor(axes: Axes, *factors: Array) -> Array:
         unchanged = spec.changed_axes.isdisjoint(axes) and spec.source_axes == tuple(range(x.ndim))
-        if unchanged and not _are_one(factors):
+        if unchanged and not _are_same(factors):
             raise CannotMove  # the other factor differs
-        return factors[0] if unchanged else spec.leaf(axes, *factors)
+        return factors[0] if unchanged else spec.move_leaf(axes, *factors)
 
     return dataclasses.replace(
         x,
@@ -176,11 +176,11 @@ def _move_wrapper(
         first = next(n for n, axis in enumerate(spec.source_axes) if axis is not None)
         if sum(axis is not None for axis in axes) < x.ndim - 2 and None in spec.source_axes[first:]:
             raise CannotMove  # a new axis between two axes of the stack
-        return spec.leaf(axes, leaf)
+        return spec.move_leaf(axes, leaf)
 
     def concatenate_leaves(*leaves: Array) -> Array:
         if not all(spec.changed_axes <= set(axes_of(leaf)) for leaf in leaves):
-            if _are_one(leaves):
+            if _are_same(leaves):
                 return leaves[0]
             if not stacks or not spec.changed_axes <= set(range(x.ndim - 2)):
                 raise CannotMove  # one leaf cannot stand for all
@@ -188,14 +188,14 @@ def _move_wrapper(
             leaves = tuple(
                 _broadcast_to_stack(leaf, axes_of(leaf), w.shape) for leaf, w in zip(leaves, arrays, strict=True)
             )
-        return spec.leaf(axes_of(leaves[0]), *leaves)
+        return spec.move_leaf(axes_of(leaves[0]), *leaves)
 
     array = move(x.array, spec, *(other.array for other in others))
     rest = jtu.tree_map(move_leaf, empty(x), *map(empty, others))
     return eqx.tree_at(inner, rest, array, is_leaf=lambda part: part is None)
 
 
-def _are_one(leaves: Sequence[Array]) -> bool:
+def _are_same(leaves: Sequence[Array]) -> bool:
     return all(leaf is leaves[0] for leaf in leaves)
 
 
@@ -217,9 +217,9 @@ def _check_last(spec: Move, last: tuple[int, ...]) -> None:
         raise CannotMove
 
 
-def move_along(ndim: int, changed_axes: frozenset[int], leaf: Callable[..., Array]) -> Move:
+def move_along(ndim: int, changed_axes: frozenset[int], move_leaf: Callable[..., Array]) -> Move:
     """Returns a move along some axes, which keeps all axes."""
-    return Move(leaf, changed_axes, tuple(range(ndim)))
+    return Move(move_leaf, changed_axes, tuple(range(ndim)))
 
 
 def change_axes(shape: tuple[int, ...], source_axes: Axes, new_shape: tuple[int, ...]) -> Move:
@@ -228,7 +228,7 @@ def change_axes(shape: tuple[int, ...], source_axes: Axes, new_shape: tuple[int,
         axis for axis, length in zip(source_axes, new_shape, strict=True) if axis is not None and shape[axis] != length
     ]
 
-    def leaf(axes: Axes, x: Array) -> Array:
+    def move_leaf(axes: Axes, x: Array) -> Array:
         lengths, places, at = [], [], 0
         keep = [n for n, axis in enumerate(axes) if axis is None or axis in source_axes]
         x = jnp.reshape(x, [x.shape[n] for n in keep])
@@ -250,4 +250,4 @@ def change_axes(shape: tuple[int, ...], source_axes: Axes, new_shape: tuple[int,
         pass_until(len(axes))
         return jax.lax.broadcast_in_dim(x, lengths, places)
 
-    return Move(leaf, frozenset(repeated), source_axes)
+    return Move(move_leaf, frozenset(repeated), source_axes)

@@ -28,16 +28,14 @@ _MAX_TILE_ROWS = 256
 @quax.register(_compat.ragged_dot_general_p)
 def _ragged_dot(x: ArrayLike, w: AbstractArrayValue, group_sizes: ArrayLike, **params: Any) -> Array:
     x, sizes = jnp.asarray(x), jnp.asarray(group_sizes)
-    numbers = params["ragged_dot_dimension_numbers"]
-    (x_contracted, w_contracted), batch = numbers.dot_dimension_numbers
-    ragged = numbers.lhs_ragged_dimensions[0]
+    dnums = params["ragged_dot_dimension_numbers"]
+    (x_contracted, w_contracted), batch = dnums.dot_dimension_numbers
+    ragged = dnums.lhs_ragged_dimensions[0]
     plain = not any(batch) and sizes.ndim == 1 and ragged not in x_contracted and 0 not in (*x.shape, *w.shape)
     others = (params.get("group_offset"), params.get("out_sharding"))
     if plain and others == (None, None) and not isinstance(params["precision"], str):
         try:
-            y = ragged_product(
-                x, w, sizes, (x_contracted, w_contracted), ragged, numbers.rhs_group_dimensions[0], params
-            )
+            y = ragged_product(x, w, sizes, (x_contracted, w_contracted), ragged, dnums.rhs_group_dimensions[0], params)
         except CannotMove:
             y = None
         if y is not None:
@@ -97,7 +95,7 @@ def select_entries(w: AbstractArrayValue, index: Integer[Array, " count"]) -> Ab
     `CannotMove` if the array cannot stay packed.
     """
 
-    def leaf(axes: Axes, x: Array) -> Array:
+    def move_leaf(axes: Axes, x: Array) -> Array:
         return x[index] if axes and axes[0] == 0 else x
 
     def select_codes(q: QuantizedArray) -> SelectedArray:
@@ -105,7 +103,7 @@ def select_entries(w: AbstractArrayValue, index: Integer[Array, " count"]) -> Ab
             raise CannotMove
         return SelectedArray(q.with_sharding(None), index, q.ndim)
 
-    return move(w, move_along(w.ndim, frozenset({0}), leaf)._replace(move_codes=select_codes))
+    return move(w, move_along(w.ndim, frozenset({0}), move_leaf)._replace(move_codes=select_codes))
 
 
 class _Tiles(NamedTuple):
@@ -116,24 +114,24 @@ class _Tiles(NamedTuple):
     places: Integer[Array, " rows"]  # the place of each row, or the number of places
 
 
-def _make_tiles(count: int, sizes: Integer[Array, " groups"]) -> _Tiles:
+def _make_tiles(num_rows: int, sizes: Integer[Array, " groups"]) -> _Tiles:
     groups = sizes.shape[0]
-    height = min(2 ** math.ceil(math.log2(math.ceil(count / groups))), _MAX_TILE_ROWS)
-    partial_tiles = min(groups, count)  # tiles that may not be full
-    number = (count - partial_tiles) // height + partial_tiles
-    ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), count)
+    height = min(2 ** math.ceil(math.log2(math.ceil(num_rows / groups))), _MAX_TILE_ROWS)
+    partial_tiles = min(groups, num_rows)  # tiles that may not be full
+    num_tiles = (num_rows - partial_tiles) // height + partial_tiles
+    ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), num_rows)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     tile_ends = jnp.cumsum(-((starts - ends) // height))
     tile_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), tile_ends[:-1]])
 
-    tile = jnp.arange(number, dtype=jnp.int32)
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), groups - 1).astype(jnp.int32)
     first = starts[group] + (tile - tile_starts[group]) * height
     rows = first[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
-    rows = jnp.where(rows < ends[group][:, None], rows, count)
+    rows = jnp.where(rows < ends[group][:, None], rows, num_rows)
 
-    row = jnp.arange(count, dtype=jnp.int32)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
     own = jnp.minimum(jnp.searchsorted(ends, row, side="right"), groups - 1)
     within = row - starts[own]
     places = (tile_starts[own] + within // height) * height + within % height
-    return _Tiles(group, rows, jnp.where(row < ends[-1], places, number * height))
+    return _Tiles(group, rows, jnp.where(row < ends[-1], places, num_tiles * height))

@@ -28,7 +28,7 @@ class RotatedArray(AbstractMappedArray):
     **Arguments:**
 
     - `array`: $V$, quantized or not.
-    - `seed`: of the random signs. It is part of the structure, so that the array has no leaves besides those of $V$.
+    - `seed`: the seed of the random signs. It is static, so the only leaves are the leaves of $V$.
     - `axis`: the axis of the inputs, -1 or -2.
     """
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
 from ..._native import calls, library
-from ..._native.layout import Layout, StoredWeight
+from ..._native.weight import Layout, StoredWeight
 from .target import TargetDevice
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32, Int8, UInt8
 
 from ..._native import calls, library
-from ..._native.layout import Layout, StoredWeight
+from ..._native.weight import Layout, StoredWeight
 from .target import TargetDevice
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, UInt, UInt8
 
-from ..._native.layout import Layout, ScaleKind
+from ..._native.weight import Layout, ScaleKind
 from ..._numerics import minifloats, packing
 from ..._numerics.blocks import dequantize_values
 from ..._numerics.scale_bits import bits_to_scale
@@ -30,7 +30,7 @@ class PackedWeight(NamedTuple):
 def pallas_refusal(layout: Layout) -> str | None:
     """Returns why the kernels in Pallas cannot read a weight, or `None` if they can."""
     if len(packing.widths(layout.bits)) > 1:
-        return f"it reads codes that lie in one byte, and those of {layout.bits} bits lie in several"
+        return f"it reads codes that lie in one byte, and codes of {layout.bits} bits lie in several"
     return "it adds no offsets of blocks" if layout.offsets else None
 
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32
 
 from ... import _compat
 from ..._compat import pallas_triton as plgpu
-from ..._native.layout import Layout
+from ..._native.weight import Layout
 from ..._numerics import packing
 from .packed import alignment_refusal, decode_scale, PackedWeight, pallas_refusal
 from .ptx import decode, make_table
@@ -205,9 +205,9 @@ def _product(
     step_bytes, run = _step_bytes(layout), _run_bytes(layout)
     first, last = _step_range(_kernel_length(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
 
-    def step(number: Array, total: Array) -> Array:
+    def step(index: Array, total: Array) -> Array:
         for begin in range(0, step_bytes, run):
-            byte = number * step_bytes + begin
+            byte = index * step_bytes + begin
             for plane, (values, scale) in enumerate(weight.load_tile(layout, rows, byte, dtype, interpret)):
                 column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
                 x = _load(x_ref, m, column, m < m_size)
@@ -248,8 +248,8 @@ def _transposed_product(
     byte = tile // m_tiles * run
     first, last = _step_range(pl.cdiv(n_size, config.tile_n), part, y_ref.shape[0])
 
-    def step(number: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
-        n = number * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
+    def step(index: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        n = index * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
         rows = jnp.minimum(n, n_size - 1)
         x = _load(x_ref, m, n, m < m_size, n < n_size)
         sums, row_scale = [], weight.load_row_scales(layout, rows, dtype)

@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float, Float32
 
 from ... import _compat
-from ..._native.layout import Layout
+from ..._native.weight import Layout
 from ..._numerics import packing
 from .packed import alignment_refusal, decode_scale, PackedWeight, pallas_refusal
 from .target import TargetDevice

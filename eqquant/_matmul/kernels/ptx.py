@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int32, UInt8
 
 from ..._compat import pallas_triton as plt
-from ..._native.layout import Layout
+from ..._native.weight import Layout
 
 
 def lookup_asm(bits: int, plane: int) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, DTypeLike, Float, Float32, Int8, Int32, UInt, UInt8
 
-from ..._native.layout import Layout
+from ..._native.weight import Layout
 
 
 SUBLANES, LANES = 8, 128  # the shape of a vector register

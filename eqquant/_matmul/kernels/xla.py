@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.lax import PrecisionLike
 from jaxtyping import Array, DTypeLike, Float
 
-from ..._native.layout import Layout
+from ..._native.weight import Layout
 from ..._types import PyTree
 from .packed import decode_columns, PackedWeight
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int8, Int32, Num
 
-from ..._native.layout import Layout
+from ..._native.weight import Layout
 from ..._numerics import packing
 from ..._numerics.blocks import expand
 from ..._numerics.constants import compute_now

@@ -17,7 +17,7 @@ import numpy as np
 from jax.lax import PrecisionLike
 from jaxtyping import Array, DTypeLike, Float, Float32
 
-from ..._native.layout import Layout
+from ..._native.weight import Layout
 from ..._numerics import packing
 from ..._numerics.blocks import dequantize_values
 from ..._types import PyTree
@@ -105,7 +105,7 @@ def _count_bytes(weight: PyTree, length: int, wide: np.dtype) -> int:
 
 
 class _RowDecoder(NamedTuple):
-    """Decodes rows as a whole, by a function. Its methods are those of `_PlaneDecoder`."""
+    """Decodes rows as a whole, by a function. Has the methods of `_PlaneDecoder`."""
 
     decode_rows: Callable[[PyTree], Array]
     length: int
@@ -225,8 +225,8 @@ def _product(
 
     def multiply(weight: PyTree) -> Float[Array, "rows m"]:
         # With the weight on the left, products with few rows of `x` are faster.
-        numbers = (((1,), (1,)), ((), ()))
-        return ft.reduce(jnp.add, [dot(w, x, numbers) for w, x in zip(decoder.decode(weight), columns, strict=True)])
+        dnums = (((1,), (1,)), ((), ()))
+        return ft.reduce(jnp.add, [dot(w, x, dnums) for w, x in zip(decoder.decode(weight), columns, strict=True)])
 
     looped, remainder = _split_steps(weight, rows)
     y = []

@@ -27,8 +27,8 @@ Apply = Callable[[PyTree, PyTree], PyTree]
 class FoldChanges(NamedTuple):
     """The changes of leaves for one entry of `fold`.
 
-    - `consumers`: the numbers of the weights whose inputs are the changed channels.
-    - `changes`: the number of a leaf, and a change of it.
+    - `consumers`: the indices of the weights whose inputs are the changed channels.
+    - `changes`: pairs of the index of a leaf and a change.
     """
 
     name: str
@@ -106,7 +106,7 @@ def multiply_inputs(x: Array, factor: Array, axis: int) -> Array:
 def divide_outputs(x: Array, factor: Array, axis: int, offset: float | int) -> Array:
     """Returns a weight or a vector with each output divided by a factor.
 
-    - `offset`: what the layer adds to a vector before it multiplies by it.
+    - `offset`: a constant that the layer adds to a vector before it multiplies by it.
     """
     if x.ndim > factor.ndim:
         return x / reshape_along_axis(factor, x.ndim, axis)

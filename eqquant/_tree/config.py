@@ -82,7 +82,7 @@ def as_activations(x: ActivationsLike | None) -> AbstractFormat | Mapping[str, I
     """Returns a format, or statistics by path, of activations; `None` for floats."""
     if isinstance(x, Mapping) and (not x or any(isinstance(v, (AbstractFormat, str, QuantConfig)) for v in x.values())):
         raise TypeError(
-            "`activations` must be one format, its name, or what `eqq.calibrate.collect_stats` returns. Got "
+            "`activations` must be one format, its name, or the result of `eqq.calibrate.collect_stats`. Got "
             f"{dict(x)!r}. To choose by rule, write `eqq.QuantConfig` in the rules of `format`: "
             '`{"layers.0.*": eqq.QuantConfig("int8", activations="int8"), "*": "int8"}`.'
         )

@@ -33,7 +33,7 @@ from .select import (
     show_pattern,
     Where,
 )
-from .sizes import no_smaller_reason, shape_of
+from .sizes import as_struct, no_smaller_reason
 from .statistics import InputStatistics
 from .weights import convolved_axes, ineligible_reason, input_axis, part_reason, place_reason, use_without_product
 
@@ -112,7 +112,7 @@ class _Choice(NamedTuple):
             axis, known = input_axis(leaf) if self.axis is None else (self.axis, True)
         check_not_masked(leaf.value, leaf.path)
         try:
-            return check_quantizable(shape_of(leaf.value), axis, leaf.path)[1], known
+            return check_quantizable(as_struct(leaf.value), axis, leaf.path)[1], known
         except ValueError as e:
             remedy = 'To give it to some weights alone: `{"*.proj": eqq.QuantConfig("nf4", axis=-2), "*": "nf4"}`.'
             raise ValueError(f"{e} {remedy}") from None
@@ -281,15 +281,15 @@ def _make_chooser(
 ) -> Callable[[Leaf], _Choice]:
     """Returns a function from an eligible leaf to its choice. A rule overrides `call_choice`."""
 
-    def choice(use: QuantConfig, reason: str, is_final: bool = False) -> _Choice:
+    def choice(config: QuantConfig, reason: str, is_final: bool = False) -> _Choice:
         return call_choice._replace(
-            format=use.format,
+            format=config.format,
             reason=reason,
-            method=call_choice.method if use.method is None else use.method,
-            activations=call_choice.activations if use.activations is None else use.activations,
-            axis=call_choice.axis if use.axis is None else use.axis,
+            method=call_choice.method if config.method is None else config.method,
+            activations=call_choice.activations if config.activations is None else config.activations,
+            axis=call_choice.axis if config.axis is None else config.axis,
             is_final=is_final,
-            sets_activations=use.activations is not None,
+            sets_activations=config.activations is not None,
         )
 
     if isinstance(format, Mapping):
@@ -331,8 +331,8 @@ def _report_nothing_to_quantize(decisions: Sequence[Decision]) -> None:
     if not small:
         raise ValueError(_nothing_message(decisions))
     warnings.warn(
-        f"Nothing is quantized, since that would make no weight smaller ({abbreviate_list(small)}). `where=` quantizes "
-        "what it selects, whatever its size.",
+        f"Nothing is quantized, since that would make no weight smaller ({abbreviate_list(small)}). A leaf that "
+        "`where=` selects is quantized whatever its size.",
         stacklevel=5,  # of `quantize_tree`
     )
 

@@ -158,8 +158,8 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
         `"decoded"` (the whole weight becomes floats first), `"multiplied"` (a product of floats), `"looked up"`,
         `"added"`, `"scaled"` (multiplied value by value), `"used by <operation>"`; the `implementations` of packed
         products; the `lines` where it is decoded, `file:line (operations)`, with `decoded_nbytes` of floats; the `axis`
-        along which products of floats sum; and a `remedy`, what to write so that it is not decoded, or `""`.
-    - `decoded`: those of them that are decoded whole.
+        along which products of floats sum; and a `remedy`, which says how to keep it packed, or `""`.
+    - `decoded`: the quantized weights that are decoded whole.
     - `.rules(format="nf4")`: rules for [`eqquant.quantize_tree`][] from a call of a float model. Weights that the call
         multiplies or looks up get the format, along the axis of their inputs; all others stay in float.
     - `.to_dict()`, `.to_json(indent=None)`: the same as plain Python, and as JSON.
@@ -170,7 +170,7 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
     """
     items, names = [f, *args, *kwargs.values()], list(kwargs)
     models = [n for n, tree in enumerate(items) if _is_model(tree)]
-    weights = _weights(items, models)
+    weights = _list_weights(items, models)
     if not weights:
         raise ValueError(
             "`explain` needs a model with weights, as the function or an argument. Got none. Pass the model: "
@@ -182,10 +182,10 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
         return f(*others[:positional], **dict(zip(names, others[positional:], strict=True)))
 
     traced, recorder = trace(call, items), _Recorder()
-    numbers = {_followed_keys(keys, leaf): n for n, (keys, leaf) in enumerate(weights)}
+    indices = {_followed_keys(keys, leaf): n for n, (keys, leaf) in enumerate(weights)}
     plain = lambda keys: Parameter if keys[0].idx in models else Data
     facts: list[Fact] = [
-        view_weight(numbers[keys], x.shape) if keys in numbers else plain(keys) for keys, x in traced.arrays
+        view_weight(indices[keys], x.shape) if keys in indices else plain(keys) for keys, x in traced.arrays
     ]
     shapes = [tuple(leaf.value.shape) for _, leaf in weights]
     run = lambda arrays: follow(traced.program, arrays, facts, shapes, recorder)
@@ -201,7 +201,7 @@ def _is_model(tree: PyTree) -> bool:
     return isinstance(tree, eqx.Module) or any(isinstance(x, AbstractArrayValue) for x in nodes)
 
 
-def _weights(items: Sequence[PyTree], models: Sequence[int]) -> list[tuple[KeyPath, Leaf]]:
+def _list_weights(items: Sequence[PyTree], models: Sequence[int]) -> list[tuple[KeyPath, Leaf]]:
     """Returns each weight, with its key path in the list of items.
 
     If several items have weights, paths begin with the item, such as `args[0]`.
@@ -227,7 +227,7 @@ def _followed_keys(keys: KeyPath, leaf: Leaf) -> KeyPath:
 
 
 class _Recorder(AbstractFollower):
-    """Records the uses of each weight, by its number."""
+    """Records the uses of each weight, by its index."""
 
     def __init__(self) -> None:
         self.uses: dict[int, list[UseSite]] = {}

@@ -32,7 +32,7 @@ class FoldInto(NamedTuple):
     - `weights`: patterns of the weights that consume the outputs.
     - `head_size`: the channels of one head, where each head of the producer feeds several heads of the consumer, as in
         attention with grouped queries. A rotation stays within a head, so it needs this for every attention.
-    - `offset`: what the layer adds to its weight before it multiplies by it: 1 for the norms of Gemma.
+    - `offset`: a constant that the layer adds to its weight before it multiplies by it: 1 for the norms of Gemma.
     """
 
     weights: tuple[str, ...]
@@ -66,7 +66,7 @@ class ResidualStream(NamedTuple):
     **Arguments:**
 
     - `norms`: from patterns of the gains of norms to patterns of the weights after each.
-    - `offset`: what norms add to their gains before they multiply by them: 1 for Gemma.
+    - `offset`: a constant that norms add to their gains before they multiply by them: 1 for Gemma.
     """
 
     norms: Mapping[str, str]
@@ -77,13 +77,13 @@ Rotations = Mapping[str | tuple[str, ...], str | FoldInto | ResidualStream]
 
 
 class Weights(NamedTuple):
-    """The leaves of a model, and the input axis of each weight, by the number of the leaf."""
+    """The leaves of a model, and the input axis of each weight, by the index of the leaf."""
 
     leaves: Sequence[Leaf]
     axes: Mapping[int, int]
 
     def match(self, text: str) -> list[tuple[int, dict[str, str]]]:
-        """Returns the number of each leaf that a pattern of `fold` matches, with its groups.
+        """Returns the index of each leaf that a pattern of `fold` matches, with its groups.
 
         Raises if the pattern matches none.
         """
@@ -99,9 +99,9 @@ class Weights(NamedTuple):
     def length(self, n: int, axis: int) -> int:
         return self.leaves[n].value.shape[axis]
 
-    def check_alone(self, numbers: Iterable[int]) -> None:
+    def check_alone(self, indices: Iterable[int]) -> None:
         """Raises if one of these arrays stands in several places of the model."""
-        for n in numbers:
+        for n in indices:
             leaf = self.leaves[n]
             if other := [x.path for m, x in enumerate(self.leaves) if x.value is leaf.value and m != n]:
                 raise ValueError(
@@ -111,7 +111,7 @@ class Weights(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """The producers and the consumers of some channels, by their numbers among the leaves.
+    """The producers and the consumers of some channels, by their indices among the leaves.
 
     - `producers`: the output axis of each.
     - `heads`: `(heads of the producer, heads of the consumer for each, channels of a head)`.
@@ -137,7 +137,7 @@ class Fold(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A residual stream, by numbers among the leaves.
+    """A residual stream, by indices among the leaves.
 
     - `writers`: the leaves that write to it, each with the axis of its channels.
     - `norms`: the gain of each norm, with the weights after it.

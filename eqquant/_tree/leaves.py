@@ -43,7 +43,7 @@ class Leaf:
 
     @ft.cached_property
     def _depth(self) -> int:
-        """The number of keys without those of wrappers, such as `value` in Flax's `bias.value`."""
+        """The number of keys, without keys of wrappers, such as `value` in Flax's `bias.value`."""
         depth = len(self.keys)
         while depth > 1 and _is_wrapper(self.nodes[depth - 1], self.keys[depth - 1]):
             depth -= 1

@@ -26,7 +26,7 @@ def join_errors(errors: Mapping[str, InputsError], quantized: Collection[str]) -
 
 
 def warn_of_unused(
-    notes: Mapping[str, str], quantized: Collection[str], stacklevel: int, what: str = "quantized without them"
+    notes: Mapping[str, str], quantized: Collection[str], stacklevel: int, outcome: str = "quantized without them"
 ) -> None:
     """Warns of weights without statistics because no product used them.
 
@@ -35,7 +35,7 @@ def warn_of_unused(
     if notes:
         named = abbreviate_list(f"{path} ({note})" for path, note in notes.items())
         warnings.warn(
-            f"A method with statistics needs the inputs of a weight. Got none for {named}: {what}."
+            f"A method with statistics needs the inputs of a weight. Got none for {named}: {outcome}."
             + _leave_in_float(notes, quantized),
             stacklevel=stacklevel + 1,
         )

@@ -22,8 +22,8 @@ _inside = jax.make_user_context(False)
 def no_dense(model: PyTree = None) -> Iterator[None]:
     """Raises an error where a whole quantized weight is decoded, not multiplied packed.
 
-    Products with `@` and, under [`eqquant.quaxify`][], those of `jax.lax` stay packed where they can. Everything else
-    decodes the weight: correct, but slower and larger. This context shows where.
+    Products with `@` and, under [`eqquant.quaxify`][], products of `jax.lax` stay packed where they can. Everything
+    else decodes the weight: correct, but slower and larger. This context shows where.
 
     !!! Example
 
@@ -32,9 +32,9 @@ def no_dense(model: PyTree = None) -> Iterator[None]:
             y = jax.jit(eqq.quaxify(forward))(model, x)
         ```
 
-    Allowed are a lookup of rows, layers and experts by [`eqquant.take_layer`][], and what an implementation of a
-    product decodes inside. A function under `jax.jit` raises when it is traced; one that was traced before is traced
-    again. Contexts may be nested, and hold for the current thread alone. It also decorates a function:
+    Allowed are a lookup of rows, layers and experts by [`eqquant.take_layer`][], and the decoding inside an
+    implementation of a product. A function under `jax.jit` raises when it is traced; one that was traced before is
+    traced again. Contexts may be nested, and hold for the current thread alone. It also decorates a function:
     `@eqq.no_dense()`.
 
     **Arguments:**

@@ -134,12 +134,12 @@ def quantize_tree(
     wanted = [
         _resolve_sharding(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)
     ]
-    numbers = [n for n, d in enumerate(decisions) if d.format is not None]
+    indices = [n for n, d in enumerate(decisions) if d.format is not None]
     methods = _find_methods(decisions, default_method)
-    keys = dict(zip(numbers, [None] * len(numbers) if key is None else jr.split(key, len(numbers)), strict=True))
+    keys = dict(zip(indices, [None] * len(indices) if key is None else jr.split(key, len(indices)), strict=True))
     values = [move(d.leaf.value, None if d.format else s) for d, s in zip(decisions, wanted, strict=True)]
     results: dict[Hashable, QuantizedArray | FakeQuantizedArray] = {}  # a shared array is quantized once
-    for n in track(numbers, "Quantizing") if progress else numbers:
+    for n in track(indices, "Quantizing") if progress else indices:
         decision = decisions[n]
         same = (id(decision.leaf.value), decision.format, decision.axes, wanted[n], id(decision.method))
         if same not in results:
@@ -200,7 +200,7 @@ def add_activations(decision: Decision, w: PyTree, learn_scales: bool = False) -
 
 
 def _find_methods(decisions: Sequence[Decision], default_method: AbstractMethod) -> dict[int, AbstractMethod]:
-    """Returns the method of each leaf to quantize, by number, with the statistics of the leaf.
+    """Returns the method of each leaf to quantize, by index, with the statistics of the leaf.
 
     A leaf that no product used gets the method without inputs, with a warning. Raises one error for all leaves whose
     statistics are missing, or belong to another array.

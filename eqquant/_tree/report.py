@@ -93,7 +93,7 @@ class TreeReport(Report):
         **Arguments:**
 
         - `every_leaf`: whether each array gets its own row. Otherwise repeated layers share rows, such as
-            `layers.*.weight (12)`, and so do small arrays that stay in float for the key reason, such as biases.
+            `layers.*.weight (12)`, and so do small arrays that stay in float for the same reason, such as biases.
         """
         table = report_table("parameter", "stored as", "reason", "bits", "size", text=3)
         table.show_footer = True
@@ -105,9 +105,9 @@ class TreeReport(Report):
             first = rows[0]
             stored = Name(first.stored_as)
             style = "dim" if first.format is None else None
-            table.add_row(Name(name), stored, escape(first.reason), *_numbers(rows), style=style)
+            table.add_row(Name(name), stored, escape(first.reason), *_format_sizes(rows), style=style)
         quantized = sum(leaf.format is not None for leaf in self.leaves)
-        footers = (f"{quantized} of {len(self.leaves)} quantized", "", "", *_numbers(self.leaves))
+        footers = (f"{quantized} of {len(self.leaves)} quantized", "", "", *_format_sizes(self.leaves))
         for column, footer in zip(table.columns, footers, strict=True):
             column.footer = footer
         return table
@@ -124,7 +124,7 @@ class TreeReport(Report):
         )
 
 
-def _numbers(leaves: Sequence[LeafReport]) -> tuple[str, str]:
+def _format_sizes(leaves: Sequence[LeafReport]) -> tuple[str, str]:
     return f"{_bits(leaves):.2f}", show_bytes(sum(leaf.nbytes for leaf in leaves))
 
 
@@ -151,5 +151,5 @@ def _group_rows(leaves: Sequence[LeafReport]) -> list[tuple[str, list[LeafReport
 
 
 def _make_glob(path: str) -> str:
-    """Returns the path with `*` for the number of each layer."""
+    """Returns the path with `*` for the index of each layer."""
     return re.sub(r"(?<![^.\[])\d+(?![^.\]])", "*", path)

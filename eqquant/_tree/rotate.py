@@ -69,7 +69,7 @@ def rotate(
     - `fold`: from patterns of producers of channels to their consumers: an [`eqquant.transforms.ResidualStream`][], or
         for a pair of layers an [`eqquant.transforms.FoldInto`][] or the pattern of a weight, as in
         [`eqquant.transforms.smooth`][]. In a pair nothing but sums over tokens may stand between the two.
-        `eqq.transforms` has those of some families of models.
+        `eqq.transforms` has rotations for some families of models.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`, whose inputs are rotated. By default, every
         weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions.
     - `axis`: the axis of the inputs of every weight, if it is not known: -2 for weights that are used as `x @ w`.
@@ -105,8 +105,8 @@ def rotate(
     online_weights = sorted(chosen.difference(*(rotation.consumers for rotation in rotations))) if online else []
     if not rotations and chosen and not online:
         raise ValueError(
-            "With `online=False`, `rotate` changes only what `fold` names. Got "
-            f"{'no weight of `fold` among those that `where` selects' if fold else 'no `fold`'}."
+            "With `online=False`, `rotate` changes only the weights that `fold` names. Got "
+            f"{'no weight of `fold` that `where` selects' if fold else 'no `fold`'}."
         )
     if not rotations and not online_weights:
         left_out = (f"{leaf.path}: {reason or 'the axis of its inputs is not known'}" for leaf, reason in selections)

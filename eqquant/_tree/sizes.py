@@ -17,7 +17,7 @@ from .leaves import DenseArray
 _MIN_VALUES_PER_SCALE = 8
 
 
-def shape_of(x: DenseArray) -> jax.ShapeDtypeStruct:
+def as_struct(x: DenseArray) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array, and the dtype that it has in JAX."""
     # As `as_jax_array` converts it.
     dtype = np.dtype(np.float64) if x.dtype == np.longdouble else x.dtype
@@ -26,14 +26,14 @@ def shape_of(x: DenseArray) -> jax.ShapeDtypeStruct:
 
 def dense_nbytes(x: DenseArray) -> int:
     """Returns the bytes of an array in float, in the dtype that it has in JAX."""
-    return math.prod(x.shape) * shape_of(x).dtype.itemsize
+    return math.prod(x.shape) * as_struct(x).dtype.itemsize
 
 
 def quantize_struct(
     x: DenseArray, format: AbstractFormat, axes: tuple[int, ...], dtype: DTypeLike | None = None
 ) -> QuantizedArray:
     """Returns the quantized array as shapes, without values."""
-    return jax.eval_shape(lambda x: quantize_array(x, format, axes, dtype, None), shape_of(x))
+    return jax.eval_shape(lambda x: quantize_array(x, format, axes, dtype, None), as_struct(x))
 
 
 @ft.lru_cache(maxsize=1024)
@@ -51,5 +51,5 @@ def no_smaller_reason(x: DenseArray, format: AbstractFormat, axes: tuple[int, ..
     """Returns why a format is not worth it for an array (no smaller, too coarse), or `None`."""
     if format.block_size != "tensor" and (reason := few_values_reason(x, axes)) is not None:
         return reason
-    nbytes, dense = _quantized_nbytes(shape_of(x), format, axes), dense_nbytes(x)
+    nbytes, dense = _quantized_nbytes(as_struct(x), format, axes), dense_nbytes(x)
     return f"{format!r} would take {nbytes:,} bytes for {dense:,}" if nbytes >= dense else None

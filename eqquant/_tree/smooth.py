@@ -110,7 +110,7 @@ class SmoothQuant(AbstractSmoothing):
 
 
 class AWQ(AbstractSmoothing):
-    r"""Protects the salient weights: those of input channels with large activations.
+    r"""Protects salient weights: the weights of input channels with large activations.
 
     Multiplies the weights of each input channel by $\operatorname{mean}|x|^\beta$, with the $\beta$ that minimizes the
     error of the outputs.
@@ -329,17 +329,17 @@ def _use_observed_axes(weights: Weights, stats: Mapping[str, InputStatistics]) -
 
 
 def _unused_weights(stats: Mapping[str, InputStatistics], weights: Weights) -> dict[int, str]:
-    """Returns the note of each weight that no product used, by number; "" for embeddings."""
+    """Returns the note of each weight that no product used, by index; "" for embeddings."""
     observed = {n: stats[leaf.path] for n, leaf in enumerate(weights.leaves) if leaf.path in stats}
     lookup = {n for n, seen in observed.items() if getattr(seen, "looked_up", False)}
     unused = {n: seen.note for n, seen in observed.items() if getattr(seen, "axis", -1) is None and n not in lookup}
     return {**dict.fromkeys(lookup, ""), **unused}
 
 
-def _check_statistics(method: AbstractSmoothing, weights: Weights, numbers: Sequence[int]) -> None:
+def _check_statistics(method: AbstractSmoothing, weights: Weights, indices: Sequence[int]) -> None:
     """Raises one error for all weights whose statistics are missing or of another weight."""
     name, errors = type(method).__name__, {}
-    for n in numbers:
+    for n in indices:
         leaf = weights.leaves[n]
         try:
             if leaf.path not in method.inputs:

@@ -38,8 +38,8 @@ def summary(tree: PyTree) -> TreeReport:
 
     **Returns:**
 
-    A report, which prints as a table, with the fields of that of [`eqquant.plan_tree`][]: `leaves`, a row for each
-    array, `nbytes`, `bits` and others.
+    A report, which prints as a table, with the fields of the report of [`eqquant.plan_tree`][]: `leaves`, a row for
+    each array, `nbytes`, `bits` and others.
     """
     rows = []
     for leaf in named_leaves(tree, _is_row):

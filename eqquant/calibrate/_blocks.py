@@ -50,7 +50,7 @@ class Blocks:
     def map(self, f: Callable[..., Array], x: Num[Array, "..."], *per_block: Array) -> Array:
         """Returns the results of `f` on the values of each block.
 
-        `f` takes the values, of shape `(*scales, values)`, and arrays with one number per block. Handles whole blocks
+        `f` takes the values, of shape `(*scales, values)`, and arrays with one entry per block. Handles whole blocks
         and the shorter last blocks separately, so `f` never sees padding.
         """
         if self.block_size == "tensor":
@@ -62,8 +62,8 @@ class Blocks:
             part = jnp.moveaxis(part, range(pooled), range(-pooled, 0))
             part = part.reshape(*part.shape[: len(self.scale_shape)], -1)
             stop = start + part.shape[-2]
-            numbers = (jnp.take(b, jnp.arange(start, stop), axis=len(self.scale_shape) - 1) for b in per_block)
-            results.append(f(part, *numbers))
+            entries = (jnp.take(b, jnp.arange(start, stop), axis=len(self.scale_shape) - 1) for b in per_block)
+            results.append(f(part, *entries))
             start = stop
         return jnp.concatenate(results, axis=len(self.scale_shape) - 1)
 

@@ -151,8 +151,8 @@ class AbstractCalibrator(eqx.Module):
         - `zero_point`: uint8 of the same shape; `None` for a format without zero points.
         - `min`, `max`: the range, widened to include zero: float32 of the same shape.
         - `format`, `axis`: the calibrated format, and the axis, or axes, along which blocks run, negative.
-        - `.quantize(x, key=None)`: quantizes an array whose shape ends like that of the data, with these scales; clips
-            values outside the range. Returns a [`eqquant.QuantizedArray`][].
+        - `.quantize(x, key=None)`: quantizes an array that ends in the `shape` of the calibrator, with these scales;
+            clips values outside the range. Returns a [`eqquant.QuantizedArray`][].
 
         **Raises:**
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from .._formats.base import AbstractFormat, levels_of
+from .._formats.base import AbstractFormat, find_levels
 from .._numerics.blocks import divide
 from .._numerics.constants import compute_now
 from ._result import choose_qparams
@@ -120,7 +120,7 @@ class MSERange(AbstractSketchCalibrator):
         edges: Float32[Array, " edges"],
     ) -> Float32[Array, "2"]:
         """Returns the factors that shrink the extremes of one block with the least error."""
-        loss = lambda f: self._error(counts, edges, *choose_qparams(low * f[0], high * f[1], self.format))
+        loss = lambda f: self._compute_error(counts, edges, *choose_qparams(low * f[0], high * f[1], self.format))
         is_centered = choose_qparams(low, high, self.format)[1] is None
 
         def step(best: tuple[Array, Array], factors: Array) -> tuple[tuple[Array, Array], None]:
@@ -133,7 +133,7 @@ class MSERange(AbstractSketchCalibrator):
         (factors, _), _ = jax.lax.scan(step, (widest, loss(widest)), jnp.asarray(candidates))
         return factors
 
-    def _error(
+    def _compute_error(
         self,
         counts: Float32[Array, " bins"],
         edges: Float32[Array, " edges"],
@@ -158,7 +158,7 @@ class MSERange(AbstractSketchCalibrator):
 def _find_level_bounds(format: AbstractFormat) -> tuple[float, float]:
     """Returns the lowest and the highest level of an integer format. Raises for other formats."""
     with compute_now():
-        levels, used = levels_of(format)
+        levels, used = find_levels(format)
         bottom, top = float(levels[used].min()), float(levels[used].max())
         values = np.arange(bottom - 2, top + 3, 0.25, dtype=np.float32)
         values = values[values % 1 != 0.5]  # ties may round either way

@@ -94,7 +94,7 @@ def collect_stats(
         twice this matrix.
     - `calibrated`: with a `calibrator`, its result for all values of the inputs: `(*stack,)`.
     - `looked_up`: whether the weight was only indexed, as an embedding. With `lookups=True` its `second_moment` and
-        `gram` are those of the gradients of its entries, in random directions of the outputs, and `rows` counts them.
+        `gram` are moments of the gradients of its entries, in random directions of the outputs, and `rows` counts them.
     - `fingerprint`: a few sums of the values of the weight, by which methods recognize it; `None` if it was quantized.
 
     Besides `leaves` (all of these in the order of the model), `batches` and `threshold` it has `.to_dict()`,
@@ -145,7 +145,7 @@ def _add_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:
     features = stats.shape[-1]
     if rows.min() < features:
         # Errors in directions without a gradient would count as zero.
-        few = f"{stats.note}, and {rows.min():.0f} gradients are too few to say what {features} features do"
+        few = f"{stats.note}, and {rows.min():.0f} gradients are too few for {features} features"
         return dataclasses.replace(stats, note=few)
     mean = tables.gram[stats.path] / np.maximum(rows, 1)[..., None, None]
     return dataclasses.replace(

@@ -30,21 +30,21 @@ def find_places(program: ClosedJaxpr) -> dict[Record, Place]:
 def _visit(jaxpr: Jaxpr, levels: list[int], loop: int | None, places: dict[Record, Place]) -> list[int]:
     """Returns the levels of the results from the levels of the arguments."""
     level: dict[Var, int] = dict(zip(jaxpr.invars, levels, strict=True))
-    level_of = lambda var: 0 if isinstance(var, Literal) else level.get(var, 0)
+    read_level = lambda var: 0 if isinstance(var, Literal) else level.get(var, 0)
     for equation in jaxpr.eqns:
-        inputs = [level_of(var) for var in equation.invars]
-        results = [max(inputs, default=0)] * len(equation.outvars)
+        inputs = [read_level(var) for var in equation.invars]
+        out_levels = [max(inputs, default=0)] * len(equation.outvars)
         if equation.primitive is observe_p:
             record = equation.params["record"]
-            first = places.get(record, Place(results[0], loop, 0))
+            first = places.get(record, Place(out_levels[0], loop, 0))
             places[record] = first._replace(uses=first.uses + 1)
-            results = [results[0] + 1]
+            out_levels = [out_levels[0] + 1]
         inner = [_visit_inner(sub, inputs, equation, loop, places) for sub in jaxprs_in_params(equation.params)]
-        matching = [levels for levels in inner if len(levels) == len(results)]
+        matching = [levels for levels in inner if len(levels) == len(out_levels)]
         if matching:
-            results = [max(levels) for levels in zip(*matching, strict=True)]
-        level.update(zip(equation.outvars, results, strict=True))
-    return [level_of(var) for var in jaxpr.outvars]
+            out_levels = [max(levels) for levels in zip(*matching, strict=True)]
+        level.update(zip(equation.outvars, out_levels, strict=True))
+    return [read_level(var) for var in jaxpr.outvars]
 
 
 def _visit_inner(

@@ -32,11 +32,11 @@ class Lookups:
 
     def after_each(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
         """Yields batches, and adds the gradients of each after its lookups were observed."""
-        for number, batch in enumerate(batches):
+        for n, batch in enumerate(batches):
             yield batch
-            self._add(number, batch)
+            self._add(n, batch)
 
-    def _add(self, number: int, batch: PyTree) -> None:
+    def _add(self, n: int, batch: PyTree) -> None:
         tables = {leaf.keys: leaf.value for leaf, observer in self.observers if _is_only_looked_up(leaf, observer)}
         if not tables:
             return
@@ -45,7 +45,7 @@ class Lookups:
         places = {keys: list(unique_tables).index(id(x)) for keys, x in tables.items()}
         try:
             found = _compute_moments(
-                self.run, self.model, batch, list(unique_tables.values()), tuple(places.items()), jr.key(number)
+                self.run, self.model, batch, list(unique_tables.values()), tuple(places.items()), jr.key(n)
             )
         except (ValueError, NotImplementedError) as e:
             if "ifferentiation" not in str(e):
@@ -62,7 +62,7 @@ class Lookups:
             if not np.isfinite(gram).all():
                 raise ValueError(
                     f"The gradients of {leaf.path} must be finite, and so must their squares in float32. Got NaN, "
-                    f"infinity or too large a value in batch {number}, counted from 0. Leave this batch out, or pass "
+                    f"infinity or too large a value in batch {n}, counted from 0. Leave this batch out, or pass "
                     "`lookups=False`."
                 )
             self.gram[leaf.path] = self.gram.get(leaf.path, 0) + gram

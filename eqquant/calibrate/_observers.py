@@ -41,9 +41,9 @@ class Sums:
         wait in `pending` until `calibrate`.
     """
 
-    def __init__(self, layers: int, calibrator: AbstractCalibrator | None = None) -> None:
-        self.layers = layers
-        self.calibrators = None if calibrator is None else [calibrator] * layers
+    def __init__(self, num_layers: int, calibrator: AbstractCalibrator | None = None) -> None:
+        self.num_layers = num_layers
+        self.calibrators = None if calibrator is None else [calibrator] * num_layers
         self.pending: dict[int, list[np.ndarray]] = {}
         self.reference_rows: dict[int, list[np.ndarray]] | None = None
         self.recording = False
@@ -52,45 +52,45 @@ class Sums:
 
     def __call__(self, index: Array | np.ndarray, moments: Moments) -> np.ndarray:
         index = np.asarray(index)
-        numbers = index.astype(int).ravel()
+        layers = index.astype(int).ravel()
         values = moments.pop("values", None)
         with self._lock:
             if values is not None:
                 values = np.asarray(values)
-                values = values.reshape(numbers.size, *values.shape[index.ndim :])
+                values = values.reshape(layers.size, *values.shape[index.ndim :])
                 if self.calibrators is not None:
-                    for number, rows in zip(numbers, values, strict=True):
+                    for layer, rows in zip(layers, values, strict=True):
                         valid = rows[~np.isnan(rows).any(axis=-1)]  # NaN in the inputs raises by their moments
-                        self.pending.setdefault(int(number), []).append(valid.ravel())
+                        self.pending.setdefault(int(layer), []).append(valid.ravel())
                 if self.reference_rows is not None:
-                    moments = self._compare(numbers, np.nan_to_num(values), moments)
+                    moments = self._compare(layers, np.nan_to_num(values), moments)
             for name, value in moments.items():
                 value = np.asarray(value, np.float64)
-                value = value.reshape(numbers.size, *value.shape[index.ndim :])
+                value = value.reshape(layers.size, *value.shape[index.ndim :])
                 combine, start = _COMBINE.get(name, (np.add, 0))
-                total = self.total.setdefault(name, np.full((self.layers, *value.shape[1:]), start, np.float64))
-                for number, part in zip(numbers, value, strict=True):
-                    if number >= 0:
-                        total[number] = combine(total[number], part)
+                total = self.total.setdefault(name, np.full((self.num_layers, *value.shape[1:]), start, np.float64))
+                for layer, part in zip(layers, value, strict=True):
+                    if layer >= 0:
+                        total[layer] = combine(total[layer], part)
         return index
 
     def calibrate(self) -> None:
         """Updates the calibrators with the pending rows."""
         pending, self.pending = self.pending, {}
-        for number, rows in pending.items():
+        for layer, rows in pending.items():
             values = np.concatenate(rows)
             if self.calibrators is not None and values.size:  # an expert may have seen none of this batch
-                self.calibrators[number] = self.calibrators[number].update(values)
+                self.calibrators[layer] = self.calibrators[layer].update(values)
 
-    def _compare(self, numbers: np.ndarray, values: np.ndarray, moments: Moments) -> Moments:
+    def _compare(self, layers: np.ndarray, values: np.ndarray, moments: Moments) -> Moments:
         """Records rows, or adds their products with the recorded rows to the moments."""
         reference_rows = {} if self.reference_rows is None else self.reference_rows
         if self.recording:
-            for number, rows in zip(numbers, values, strict=True):
-                reference_rows.setdefault(int(number), []).append(rows.copy())
+            for layer, rows in zip(layers, values, strict=True):
+                reference_rows.setdefault(int(layer), []).append(rows.copy())
             return {}
         zeros = np.zeros((values.shape[-1], values.shape[-1]), np.float32)
-        references = [reference_rows[n].pop(0) if n >= 0 and reference_rows.get(n) else None for n in map(int, numbers)]
+        references = [reference_rows[n].pop(0) if n >= 0 and reference_rows.get(n) else None for n in map(int, layers)]
         cross = [zeros if a is None else a.T @ rows for a, rows in zip(references, values, strict=True)]
         return {**moments, "cross": np.stack(cross).reshape(*np.shape(moments["rows"]), *zeros.shape)}
 
@@ -162,9 +162,9 @@ class WeightObserver:
             sums.recording = recording
             sums.reference_rows = {} if recording or sums.reference_rows is None else sums.reference_rows
 
-    def numbers(self) -> dict[tuple[int, ...], Float32[Array, " layers"]]:
+    def layer_indices(self) -> dict[tuple[int, ...], Float32[Array, " layers"]]:
         """Returns the index of each layer, by contracted axes; -1 for layers not observed."""
-        every = {axes: np.arange(sums.layers, dtype=np.float32) for axes, sums in self.by_axes.items()}
+        every = {axes: np.arange(sums.num_layers, dtype=np.float32) for axes, sums in self.by_axes.items()}
         if self.gated:
             every = {axes: np.where(np.isin(n, self.active), n, -1) for axes, n in every.items()}
         return {axes: jnp.asarray(n, jnp.float32) for axes, n in every.items()}
@@ -189,8 +189,10 @@ class _ProductFinder(AbstractFollower):
 class _ObservingFollower(AbstractFollower):
     """Passes the inputs of products to observers."""
 
-    def __init__(self, observers: Sequence[WeightObserver], numbers: Sequence[dict[tuple[int, ...], Array]]) -> None:
-        self.observers, self.numbers = observers, numbers
+    def __init__(
+        self, observers: Sequence[WeightObserver], layer_indices: Sequence[dict[tuple[int, ...], Array]]
+    ) -> None:
+        self.observers, self.layer_indices = observers, layer_indices
 
     def multiply(self, product: Product, use: UseSite) -> Array:
         x, observer = product.x, self.observers[product.view.weight]
@@ -204,14 +206,14 @@ class _ObservingFollower(AbstractFollower):
             rows = jnp.concatenate([jnp.real(rows), jnp.imag(rows)], axis=-2)
             row_mask = None if row_mask is None else jnp.concatenate([row_mask, row_mask], axis=-1)
         rows = rows if jnp.issubdtype(rows.dtype, jnp.floating) else rows.astype(jnp.float32)
-        number = self.numbers[product.view.weight][axes][layer_inputs.layer]
+        index = self.layer_indices[product.view.weight][axes][layer_inputs.layer]
         params = {
             "threshold": observer.threshold,
             "gram": observer.gram,
             "keep": observer.keep,
             "gated": observer.gated,
         }
-        return observe(x, rows, number, row_mask, record=observer.by_axes[axes], **params)
+        return observe(x, rows, index, row_mask, record=observer.by_axes[axes], **params)
 
     def use(self, use: UseSite) -> None:
         pass
@@ -232,7 +234,9 @@ class ObservedFunction:
     ) -> None:
         pairs = list(pairs)
         self.observers = list({id(observer): observer for _, observer in pairs}.values())
-        self.numbers: dict[Hashable, int] = {leaf.keys: self.observers.index(observer) for leaf, observer in pairs}
+        self.observer_indices: dict[Hashable, int] = {
+            leaf.keys: self.observers.index(observer) for leaf, observer in pairs
+        }
         self.run, self.is_leaf = run, is_leaf
         self._traced: dict[Hashable, tuple[Traced, list[Fact]]] = {}
         self._call = eqx.filter_jit(self._observe)
@@ -242,19 +246,21 @@ class ObservedFunction:
         model = self._convert_to_jax(model)
         arrays, rest = eqx.partition((model, batch), eqx.is_array)
         traced, _ = self._trace(model, batch)
-        return traced.outputs(self._call(arrays, rest, [observer.numbers() for observer in self.observers]))
+        return traced.outputs(self._call(arrays, rest, [observer.layer_indices() for observer in self.observers]))
 
     def program(self, model: PyTree, batch: PyTree) -> ClosedJaxpr:
         """Returns the program with its observing operations."""
         arrays, rest = eqx.partition((model, batch), eqx.is_array)
         self._trace(model, batch)
-        observe_arrays = lambda arrays, numbers: self._observe(arrays, rest, numbers)
-        return jax.make_jaxpr(observe_arrays)(arrays, [observer.numbers() for observer in self.observers])
+        observe_arrays = lambda arrays, layer_indices: self._observe(arrays, rest, layer_indices)
+        return jax.make_jaxpr(observe_arrays)(arrays, [observer.layer_indices() for observer in self.observers])
 
-    def _observe(self, arrays: PyTree, rest: PyTree, numbers: Sequence[dict[tuple[int, ...], Array]]) -> list[Array]:
+    def _observe(
+        self, arrays: PyTree, rest: PyTree, layer_indices: Sequence[dict[tuple[int, ...], Array]]
+    ) -> list[Array]:
         model, batch = eqx.combine(arrays, rest)
         traced = self._trace(model, batch)
-        return self._follow(traced, self._list_arrays(model, batch), _ObservingFollower(self.observers, numbers))
+        return self._follow(traced, self._list_arrays(model, batch), _ObservingFollower(self.observers, layer_indices))
 
     def _follow(
         self, traced: tuple[Traced, list[Fact]], arrays: Sequence[Array], follower: AbstractFollower
@@ -264,12 +270,12 @@ class ObservedFunction:
 
     def _convert_to_jax(self, model: PyTree) -> PyTree:
         """Returns the model with observed NumPy arrays converted to JAX. Raises if one cannot be."""
-        convert = lambda keys, x: as_jax_array(x) if keys in self.numbers and isinstance(x, np.ndarray) else x
+        convert = lambda keys, x: as_jax_array(x) if keys in self.observer_indices and isinstance(x, np.ndarray) else x
         return jtu.tree_map_with_path(convert, model, is_leaf=self.is_leaf)
 
     def _dequantize_observed(self, model: PyTree) -> PyTree:
         dense = lambda x: x.dequantize() if isinstance(x, AbstractArrayValue) else x
-        dequantize_observed = lambda keys, x: dense(x) if keys in self.numbers else x
+        dequantize_observed = lambda keys, x: dense(x) if keys in self.observer_indices else x
         return jtu.tree_map_with_path(dequantize_observed, model, is_leaf=self.is_leaf)
 
     def _list_arrays(self, model: PyTree, batch: PyTree) -> list[Array]:
@@ -288,10 +294,10 @@ class ObservedFunction:
         traced = trace(self.run, arguments)
 
         def fact(keys: KeyPath, x: jax.ShapeDtypeStruct) -> Fact:
-            number = self.numbers.get(keys[1:])
+            index = self.observer_indices.get(keys[1:])
             if keys[0] == jtu.SequenceKey(1):
                 return Data
-            return Parameter if number is None else view_weight(number, x.shape)
+            return Parameter if index is None else view_weight(index, x.shape)
 
         facts = [fact(keys, x) for keys, x in traced.arrays]
         arrays = [x for _, x in traced.arrays]

@@ -55,7 +55,7 @@ class CalibrationResult(eqx.Module):
 
         **Arguments:**
 
-        - `x`: floats whose shape ends like that of the calibrated data.
+        - `x`: floats whose shape ends in the `shape` of the calibrator.
         - `key`: for stochastic rounding.
 
         **Returns:**

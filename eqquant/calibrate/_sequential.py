@@ -39,9 +39,9 @@ _DAMPING = 0.01
 
 
 class _Stage(NamedTuple):
-    """Weights to quantize together, by number among the leaves; of a stack, one layer."""
+    """Weights to quantize together, by index among the leaves; of a stack, one layer."""
 
-    numbers: Sequence[int]
+    indices: Sequence[int]
     layer: int | None = None
 
 
@@ -103,8 +103,8 @@ def quantize_sequentially(
 
     **Raises:**
 
-    What [`eqquant.quantize_tree`][] and [`eqquant.calibrate.collect_stats`][] raise. A weight that no product uses is
-    quantized by the method without inputs, and a warning names it.
+    The errors of [`eqquant.quantize_tree`][] and [`eqquant.calibrate.collect_stats`][]. A weight that no product
+    uses is quantized by the method without inputs, and a warning names it.
     """
     check_dtype(dtype)
     default = as_method(method)
@@ -125,9 +125,9 @@ def quantize_sequentially(
         task = bar.add_task("Quantizing", total=len(stages))
         for stage in stages:
             bar.update(task, description=_describe_stage(stage, state.decisions))
-            if stage.numbers[0] in runner.places:
+            if stage.indices[0] in runner.places:
                 runner.observe(stage)
-            for n in stage.numbers:
+            for n in stage.indices:
                 observer = runner.observers[n]
                 method_with_stats = _add_statistics(methods[n], state.decisions[n].leaf, observer)
                 state.quantize(n, stage.layer, method_with_stats, observer, correction)
@@ -163,8 +163,8 @@ class _State:
 
     The dense arrays share one compiled program.
 
-    - `first`: for each leaf to quantize, the number of the first leaf that is the same array, its owner.
-    - `owners`: the numbers of all owners.
+    - `first`: for each leaf to quantize, the index of the first leaf that is the same array, its owner.
+    - `owners`: the indices of all owners.
     - `unfinished`: the quantized layers of stacks that are not complete.
     """
 
@@ -244,8 +244,8 @@ class _StageRunner:
         """Collects the statistics of the weights of one stage, compared with the float model."""
         for n, observer in self:
             every = range(math.prod(observer.stack))
-            observer.select_layers(() if n not in stage.numbers else every if stage.layer is None else (stage.layer,))
-        compared = [self.observers[n] for n in stage.numbers if self.correction and self.places[n].uses == 1]
+            observer.select_layers(() if n not in stage.indices else every if stage.layer is None else (stage.layer,))
+        compared = [self.observers[n] for n in stage.indices if self.correction and self.places[n].uses == 1]
         for count, batch in enumerate(self.data):
             for values, recording in ((self.reference_leaves, True), (self.state.dense, False)):
                 for observer in compared:
@@ -279,7 +279,7 @@ def _compute_means(observer: WeightObserver) -> dict[str, np.ndarray]:
 
 
 def _correct_weight(x: Array, axes: tuple[int, ...], means: Mapping[str, np.ndarray], correction: float | int) -> Array:
-    """Returns a weight whose products are near those of `x` with the reference inputs."""
+    """Returns `x` changed so that its products come near the products of the float model."""
     if not means:
         return x
     rows = memory_order(jnp.asarray(x), axes)
@@ -309,13 +309,13 @@ def _order_stages(places: Mapping[int, Place], observers: Mapping[int, WeightObs
         key = (place.level, None, 0) if loop is None else (starts[loop], loop, observers[n].stack[0])
         by_start.setdefault(key, []).append(n)
     stages = []
-    for (_, loop, layers), numbers in sorted(by_start.items(), key=lambda item: (item[0][0], item[1])):
+    for (_, loop, layers), indices in sorted(by_start.items(), key=lambda item: (item[0][0], item[1])):
         if loop is None:
-            stages.append(_Stage(numbers))
+            stages.append(_Stage(indices))
             continue
-        levels = sorted({places[n].level for n in numbers})
+        levels = sorted({places[n].level for n in indices})
         for layer in range(layers):
-            stages.extend(_Stage([n for n in numbers if places[n].level == level], layer) for level in levels)
+            stages.extend(_Stage([n for n in indices if places[n].level == level], layer) for level in levels)
     return stages
 
 
@@ -375,6 +375,6 @@ def _select_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
 
 
 def _describe_stage(stage: _Stage, decisions: Sequence[Decision]) -> str:
-    first, last = decisions[stage.numbers[0]].leaf.path, decisions[stage.numbers[-1]].leaf.path
+    first, last = decisions[stage.indices[0]].leaf.path, decisions[stage.indices[-1]].leaf.path
     layer = "" if stage.layer is None else f", layer {stage.layer}"
     return (first if first == last else f"{first} to {last}") + layer

@@ -152,8 +152,8 @@ class ActivationStats(Report, Mapping[str, LeafStats]):
         return len(self.leaves)
 
     def __rich__(self) -> Table:
-        numbers = ("rows", "min", "max", "rms", f"above {self.threshold:g}")
-        table = report_table("parameter", "shape", *numbers, "note", text=2)
+        columns = ("rows", "min", "max", "rms", f"above {self.threshold:g}")
+        table = report_table("parameter", "shape", *columns, "note", text=2)
         table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
         for leaf in self.leaves:
             shape = " x ".join(map(str, leaf.shape))
@@ -162,6 +162,6 @@ class ActivationStats(Report, Mapping[str, LeafStats]):
                 continue
             # In a stack, each layer is weighted by its rows.
             rms = math.sqrt(np.average(leaf.second_moment.mean(axis=-1), weights=leaf.rows))
-            numbers = (f"{leaf.min.min():.4g}", f"{leaf.max.max():.4g}", f"{rms:.4g}", f"{leaf.outlier_rate:.4%}")
-            table.add_row(Name(leaf.path), shape, f"{leaf.rows.sum():,}", *numbers, escape(leaf.note))
+            cells = (f"{leaf.min.min():.4g}", f"{leaf.max.max():.4g}", f"{rms:.4g}", f"{leaf.outlier_rate:.4%}")
+            table.add_row(Name(leaf.path), shape, f"{leaf.rows.sum():,}", *cells, escape(leaf.note))
         return table

@@ -158,7 +158,7 @@ def test_tokenizers_for_llama_cpp(folder):
     [
         ("tokenizer.json", {**BYTES, "model": {"type": "Unigram"}}, "a model of Unigram"),
         ("tokenizer.json", {**BYTES, "pre_tokenizer": {"type": "Whitespace"}}, "it divides text by .*Whitespace"),
-        ("tokenizer.json", {**BYTES, "added_tokens": [{"id": 8, "content": "x"}]}, "'x' with the number 8"),
+        ("tokenizer.json", {**BYTES, "added_tokens": [{"id": 8, "content": "x"}]}, "'x' with the id 8"),
         ("config.json", {**LLAMA, "num_attention_heads": None}, "for .num_attention_heads.\\. Got None"),
         ("config.json", {**LLAMA, "rope_scaling": {"type": "yarn"}}, "rotary scaling .* Got .yarn."),
         ("config.json", {**LLAMA, "rope_scaling": {"type": "linear"}}, "'factor'"),
@@ -211,8 +211,8 @@ ADD = lambda number, content: {**BYTES, "added_tokens": [{"id": number, "content
 MODEL = lambda **more: {**BYTES, "model": {**BYTES["model"], **more}}
 TOKENIZERS = [
     ("the number 0 for the tokens 'a' and 'z'", ADD(0, "z")),
-    ("2 numbers for the token 'a'", ADD(6, "a")),
-    *(("'z' with the number", ADD(number, "z")) for number in (True, 1.5, -1, 8, None)),
+    ("2 ids for the token 'a'", ADD(6, "a")),
+    *(("'z' with the id", ADD(token_id, "z")) for token_id in (True, 1.5, -1, 8, None)),
     *(("where text must be", ADD(6, content)) for content in (5, None, ["z"])),
     ("no text of UTF-8", ADD(6, "\ud800")),
     *(("'merges'", MODEL(merges=merges)) for merges in ("ab", {}, [["a", "b", "c"]], ["ab"], [5], ["a b c"])),
@@ -267,7 +267,7 @@ def test_contradictory_metadata_is_refused(shared, file, change, message):
         ("model.layers.00.mlp.up_proj.weight", (32, 64), "Got 'model.layers.00.mlp.up_proj.weight'"),
         ("model.layers.0.self_attn.q_proj.bias", (32,), "q_proj.bias' has the shape .32,.. Got .64,. from"),
         ("model.layers.0.mlp.up_proj.weight", (32 * 64,), "up_proj.weight' has the shape .2048,.. Got .32, 64."),
-        ("model.layers.2.mlp.up_proj.weight", (32, 64), "of 2 layers up to number 2. Got 2 for 'num_hidden_layers'"),
+        ("model.layers.2.mlp.up_proj.weight", (32, 64), "of 2 layers up to index 2. Got 2 for 'num_hidden_layers'"),
         *((name, None, f"hold {name!r}") for name in SHAPES if "down_proj" in name or "embed" in name),
     ],
 )
@@ -287,7 +287,7 @@ def test_arrays_that_do_not_agree_are_refused(tmp_path, name, shape, message):
 
 def test_a_file_has_no_activations(source, tmp_path):
     use = eqq.QuantConfig("int8", activations="int8")
-    with pytest.raises(ValueError, match="holds no format of what a weight is multiplied with"):
+    with pytest.raises(ValueError, match="holds weights, and no format of activations"):
         eqq.io.convert(source, tmp_path / "out.safetensors", {"*": use})
     assert not (tmp_path / "out.safetensors").exists()
 

@@ -105,7 +105,7 @@ def test_symmetric_zero_points_of_the_other_version(tmp_path):
         for stored in (7, 8):
             w = write(tmp_path, gptq_tensors(stored), **settings)["l.weight"]
             assert w.format.symmetric and w[0, 0] == 1
-        with pytest.raises(ValueError, match="If they are those of gptq_v2, `checkpoint_format` must say so"):
+        with pytest.raises(ValueError, match="If their layout is gptq_v2, `checkpoint_format` must say so"):
             write(tmp_path, gptq_tensors(np.arange(32) % 2 + 7), **settings)["l.weight"]
     w = write(tmp_path, gptq_tensors(8, bits=4), quant_method="gptq", sym=False)["l.weight"]
     assert w[0, 0] == 0  # then the label decides

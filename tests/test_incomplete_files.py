@@ -65,7 +65,7 @@ def test_parts_of_different_files_are_an_error(tmp_path):
     for second, message in (
         ((0, 2, ["b"]), "m-00002-of-00002.gguf must say that it is part 1 of 2, from zero"),
         ((1, 3, ["b"]), "must say that it is part 1 of 2"),
-        ((1, 2, ["a"]), "m-00002-of-00002.gguf must not hold what another part does. Got 'a'"),
+        ((1, 2, ["a"]), "m-00002-of-00002.gguf must not hold tensors of another part. Got 'a'"),
     ):
         gguf_part(tmp_path, *second, "m-00002-of-00002.gguf")
         with pytest.raises(ValueError, match=message):

@@ -443,7 +443,7 @@ def test_hostile_arguments(tmp_path):
             bad({"a": value})
     with pytest.raises(ValueError, match="'a' must have values"):
         bad({"a": eqq.quantize(jnp.ones((0, 64)), "nf4")})
-    with pytest.raises(TypeError, match="`config` must hold what JSON can"):
+    with pytest.raises(TypeError, match="`config` must hold values that JSON can hold"):
         bad({"a": x}, config={"x": object()})
     with pytest.raises(TypeError, match="must map text to text"):
         bad({"a": x}, metadata={"x": 1})

@@ -103,7 +103,7 @@ def unpack_columns(words: np.ndarray, bits: int, order: np.ndarray) -> np.ndarra
 
     Words are `(n, rows)`, the first code in the low bits.
 
-    Returns the codes in another order, whole lines of them: `order` has the number of each.
+    Returns the codes in another order, whole lines of them: `order` has the index of each line.
     """
     if 8 % bits == 0:
         return _take_columns(words, bits, order)

@@ -100,7 +100,7 @@ def _pack_six_bits(codes: np.ndarray) -> np.ndarray:
     return np.concatenate([scales | more_scales >> 4 << 6, minima | more_minima >> 4 << 6, low], axis=-1)
 
 
-# The codes of TQ1_0: from which to which, how many bytes, and how many codes in each.
+# The runs of codes of TQ1_0: start, stop, bytes, and codes in a byte.
 _TRITS = ((0, 160, 32, 5), (160, 240, 16, 5), (240, 256, 4, 4))
 
 
@@ -123,8 +123,8 @@ def _pack_trits(codes: np.ndarray) -> np.ndarray:
     for start, stop, run, digits in _TRITS:
         places = 3 ** np.arange(4, 4 - digits, -1, dtype=np.uint16)
         each = codes[..., start:stop].reshape(*codes.shape[:-1], digits, run).astype(np.uint16)
-        number = (each * places[:, None]).sum(axis=-2, dtype=np.uint16)
-        parts.append(((number * np.uint32(256) + 242) // 243).astype(np.uint8))
+        digits_value = (each * places[:, None]).sum(axis=-2, dtype=np.uint16)
+        parts.append(((digits_value * np.uint32(256) + 242) // 243).astype(np.uint8))
     return np.concatenate(parts, axis=-1)
 
 

@@ -91,7 +91,7 @@ class Checkpoint(Report, Mapping[str, Any]):
             raise KeyError(f"{self.path} has no {name!r}. {did_you_mean(str(name), self.items_by_name)}".rstrip())
         return item.read()
 
-    # A mapping's own would read arrays, to find out whether one is there, or to compare them.
+    # The methods of `Mapping` itself would read arrays, to look for a name or to compare.
     def __contains__(self, name: object) -> bool:
         return name in self.items_by_name
 
@@ -114,9 +114,9 @@ class Checkpoint(Report, Mapping[str, Any]):
         for row in self.rows:
             reads = row.problem and "cannot be read" or (row.dtype if row.format is None else repr(row.format))
             shape = " x ".join(map(str, row.shape)) or "scalar"
-            numbers = (f"{row.bits:.2f}", show_bytes(row.nbytes))
+            sizes = (f"{row.bits:.2f}", show_bytes(row.nbytes))
             style = "red" if row.problem else "dim" if row.format is None else None
-            table.add_row(Name(row.name), shape, escape(escape_text(row.stored_as)), Name(reads), *numbers, style=style)
+            table.add_row(Name(row.name), shape, escape(escape_text(row.stored_as)), Name(reads), *sizes, style=style)
         quantized = sum(row.format is not None for row in self.rows)
         head = f"{len(self.rows)} arrays, {quantized} of them quantized, {show_bytes(self.nbytes)}"
         problems = dict.fromkeys(escape_text(row.problem) for row in self.rows if row.problem)

@@ -32,7 +32,7 @@ from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
 from ._atomic import check_folder, make_folder, stage
 from ._checkpoint import Checkpoint, open
-from ._entry import AnyArray, is_one
+from ._entry import AnyArray, is_packed
 from ._lazy import LazyArray, LazyMapping
 from ._llama_cpp import for_llama_cpp
 from ._load import nest
@@ -267,7 +267,7 @@ def _decisions(checkpoint: Checkpoint, format: FormatRules | None, axis: Axis) -
     decisions = decide(skeleton(checkpoint), format, None, axis)
     if dropped := [d.leaf.path for d in decisions if d.activations is not None]:
         raise ValueError(
-            f"A file holds no format of what a weight is multiplied with. Got `activations` for {dropped[0]}. "
+            f"A file holds weights, and no format of activations. Got `activations` for {dropped[0]}. "
             "Leave it out here, and call `eqq.quantize_tree(model, ..., activations=)` on the model that is loaded."
         )
     return {d.leaf.path: d for d in decisions}
@@ -303,7 +303,7 @@ def _quantize_lazily(
 
 
 def _rows(name: str, struct: PyTree, decision: Decision | None) -> list[LeafReport]:
-    if is_one(struct):
+    if is_packed(struct):
         q = struct.array if isinstance(struct, PermutedArray) else struct
         reason = "as in the checkpoint" if decision is None or decision.format is None else decision.reason
         return [make_quantized_row(name, q, reason, math.prod(struct.shape) * struct.dtype.itemsize)]

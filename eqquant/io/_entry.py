@@ -87,7 +87,7 @@ class Entry:
         return jax.eval_shape(lambda q: PermutedArray(q, order=jnp.zeros(shape, jnp.uint32), axis=axis), q)
 
     def packed_struct(self, sharding: NamedSharding | None = None) -> QuantizedArray:
-        """The quantized array of this entry without values, also if its order is another."""
+        """The quantized array of this entry without values, in the order in which it is stored."""
         if self.format is None:
             raise TypeError(f"Only a quantized array has packed parts. Got {self}.")
         gradient_of = None if self.gradient_of is None else jnp.dtype(self.gradient_of)
@@ -107,7 +107,7 @@ class Entry:
         return (self.shape, self.dtype) == (place.shape, place.dtype)
 
 
-def is_one(x: object) -> TypeGuard[QuantizedArray | PermutedArray]:
+def is_packed(x: object) -> TypeGuard[QuantizedArray | PermutedArray]:
     """Returns whether `x` is one leaf in a file: a quantized array.
 
     Its inputs may be stored in another order.
@@ -124,8 +124,8 @@ def describe(x: object, path: str) -> Entry | None:
 
     `TypeError` for an array of a dtype that no file can hold, `ValueError` for a damaged quantized array.
     """
-    if is_one(x):
-        # Without leaves it is what `eqx.filter` leaves of one, as `None` of an array.
+    if is_packed(x):
+        # `eqx.filter` leaves a quantized array without leaves, as it leaves `None` of an array.
         return _describe_quantized(x, path) if jtu.tree_leaves(x) else None
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return Entry("key", str(x.dtype), tuple(x.shape))

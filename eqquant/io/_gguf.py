@@ -26,7 +26,7 @@ _VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 ALIGNMENT = 32  # of a file that says nothing else
 
-# The number of each type of tensor: its name, the values of a block and its bytes. Names of plain types are those of
+# By the id of a type of tensor: its name, the values of a block and its bytes. Plain types have the names of
 # safetensors.
 TYPES = {
     0: ("F32", 1, 4),
@@ -65,7 +65,7 @@ TYPES = {
     41: ("Q1_0", 128, 18),
 }
 SIZES = {name: (block, nbytes) for name, block, nbytes in TYPES.values()}
-# The numbers of the types of values: formats of `struct`. Text is 8, arrays are 9.
+# By the id of a type of value: its format in `struct`. Text is 8, arrays are 9.
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 TEXT, ARRAY = 8, 9
 TEXT_ERRORS = "surrogateescape"
@@ -77,7 +77,7 @@ class ArrayValue(Sequence[PairItem]):
 
     Its items are read when they are asked for.
 
-    - `kind`: the number of the type of the items.
+    - `kind`: the id of the type of the items.
     - `start`, `nbytes`: where they are in the file.
     """
 
@@ -122,10 +122,10 @@ def read(file: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, object]]:
     if version not in _VERSIONS:
         file.fail(f"must be of version 2 or 3, little-endian. Got {version}.")
     num_tensors, num_pairs = cursor.number("<Q", "the number of tensors"), cursor.number("<Q", "the number of pairs")
-    # The least that one takes, so that a number alone cannot make this run or allocate for long.
-    for what, number, least in (("tensors", num_tensors, 24), ("pairs", num_pairs, 13)):
-        if number > (file.size - cursor.at) // least:
-            file.fail(f"must hold the {number} {what} that it claims. Got {file.size} bytes.")
+    # The smallest size of each, so that a damaged count cannot make this run or allocate for long.
+    for what, count, least in (("tensors", num_tensors, 24), ("pairs", num_pairs, 13)):
+        if count > (file.size - cursor.at) // least:
+            file.fail(f"must hold the {count} {what} that it claims. Got {file.size} bytes.")
     metadata: dict[str, object] = {}
     for _ in range(num_pairs):
         key = cursor.text("a key")
@@ -190,15 +190,17 @@ class Cursor:
             return self.text(what)
         if kind != ARRAY:
             self.file.fail(f"must hold a value of a known type for {what}. Got the type {kind}.")
-        of, length, start = self.number("<I", what), self.number("<Q", what), self.at
-        if of in SCALARS:
-            self.skip(length * struct.calcsize(SCALARS[of]), what)
-        elif of == TEXT and length <= (self.file.size - self.at) // 8:
+        item_kind, length, start = self.number("<I", what), self.number("<Q", what), self.at
+        if item_kind in SCALARS:
+            self.skip(length * struct.calcsize(SCALARS[item_kind]), what)
+        elif item_kind == TEXT and length <= (self.file.size - self.at) // 8:
             for _ in range(length):
                 self.skip(self.number("<Q", what), what)
         else:  # no writer nests arrays
-            self.file.fail(f"must hold an array of numbers or text for {what}. Got {length} items of the type {of}.")
-        return ArrayValue(self.file, what, of, length, start, self.at - start)
+            self.file.fail(
+                f"must hold an array of numbers or text for {what}. Got {length} items of the type {item_kind}."
+            )
+        return ArrayValue(self.file, what, item_kind, length, start, self.at - start)
 
     def tensor(self) -> tuple[str, str, tuple[int, ...], int | None, int]:
         name = self.text("the name of a tensor")

@@ -68,20 +68,20 @@ def _means(sums: StoredTensor, counts: StoredTensor | None) -> np.ndarray:
         sums.fail("It must come with counts, both of float32.")
     squares = np.asarray(sums.array(), np.float32)
     squares = squares.reshape(-1, squares.shape[-1] if squares.ndim and squares.size else 1)
-    number = np.asarray(counts.array(), np.float32).reshape(-1)
-    if len(number) != len(squares):
-        sums.fail(f"It must have a count for each row. Got {len(number)} for {len(squares)} rows.")
+    rows = np.asarray(counts.array(), np.float32).reshape(-1)
+    if len(rows) != len(squares):
+        sums.fail(f"It must have a count for each row. Got {len(rows)} for {len(squares)} rows.")
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        means = np.where(number[:, None] > 0, squares / number[:, None], 0).astype(np.float32)
+        means = np.where(rows[:, None] > 0, squares / rows[:, None], 0).astype(np.float32)
     return means[0] if len(means) == 1 else means
 
 
 def _from_binary(file: MappedFile) -> dict[str, np.ndarray]:
     cursor, found = Cursor(file), {}
-    number = cursor.number("<i", "the number of weights")
-    if not 0 < number <= file.size // 12:
-        file.fail(f"must be an importance matrix, in GGUF or binary. Got {number} weights in {file.size} bytes.")
-    for _ in range(number):
+    count = cursor.number("<i", "the number of weights")
+    if not 0 < count <= file.size // 12:
+        file.fail(f"must be an importance matrix, in GGUF or binary. Got {count} weights in {file.size} bytes.")
+    for _ in range(count):
         name = cursor.take(_size(cursor, "a name"), "a name").decode(errors="surrogateescape")
         calls, what = cursor.number("<i", f"the calls of {name!r}"), f"the values of {name!r}"
         values = np.frombuffer(cursor.take(4 * _size(cursor, what), what), "<f4")

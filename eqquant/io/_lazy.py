@@ -30,7 +30,7 @@ class LazyArray:
         """Makes the array. Raises a `TypeError` if it differs from `struct`."""
         made = self.make()
         if _shapes(made) != _shapes(self.struct):
-            raise TypeError(f"A lazy leaf must be what it was said to be, {self.struct!r}. Got {made!r}.")
+            raise TypeError(f"A lazy leaf must have the declared shape and dtype, {self.struct!r}. Got {made!r}.")
         return made
 
 

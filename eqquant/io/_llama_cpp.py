@@ -1,4 +1,4 @@
-"""Writes a checkpoint of Hugging Face for llama.cpp: names, numbers and the tokenizer.
+"""Writes a checkpoint of Hugging Face for llama.cpp: names, hyperparameters and the tokenizer.
 
 https://github.com/ggml-org/llama.cpp (`convert_hf_to_gguf.py`, `gguf-py/gguf/constants.py`)
 """
@@ -31,14 +31,14 @@ T = TypeVar("T", int, float)
 
 # The architecture of llama.cpp, by `model_type`.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-# It turns neighbors by rotary embedding, and Hugging Face the halves of a head.
-_NEIGHBORS = ("llama",)
+# Architectures for which llama.cpp rotates neighbors, where Hugging Face rotates the halves of a head.
+_ROTATES_NEIGHBORS = ("llama",)
 
-# The sizes that shapes are made of, as `config.json` says them.
+# The lengths of axes, by their names in `config.json`.
 _VOCABULARY, _HIDDEN, _INNER, _HEAD = "vocab_size", "hidden_size", "intermediate_size", "head_dim"
 _QUERIES, _KEYS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
 
-# Its name of each array, with the sizes of the array.
+# By the name of an array: its name in llama.cpp, and the lengths of its axes.
 _WHOLE = {
     "embed_tokens.weight": ("token_embd.weight", _VOCABULARY, _HIDDEN),
     "norm.weight": ("output_norm.weight", _HIDDEN),
@@ -58,7 +58,7 @@ _PARTS = {
     "mlp.down_proj": ("ffn_down", _HIDDEN, _INNER),
 }
 _QWEN3_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-# The most that it keeps: it has integers of 32 bits, and floats.
+# The largest values that llama.cpp holds: it has 32-bit integers, and float32.
 _MOST = {int: 2**31 - 1, float: 3e38}
 # `null` for these says that they follow from the others.
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim")
@@ -78,8 +78,8 @@ def for_llama_cpp(
 
     **Raises:**
 
-    `ValueError` if `config.json`, the shapes of the arrays and the files of the tokenizer do not agree, or hold what
-    cannot be converted.
+    `ValueError` if `config.json`, the shapes of the arrays and the files of the tokenizer do not agree, or hold
+    settings that cannot be converted.
     """
     architecture = _ARCHITECTURES.get(str(checkpoint.config.get("model_type")))
     if checkpoint.dialect == "gguf" or architecture is None:
@@ -89,16 +89,16 @@ def for_llama_cpp(
 
 
 class _Model:
-    """The numbers of a model, as its `config.json` says them."""
+    """The hyperparameters of a model, from its `config.json`."""
 
     def __init__(self, checkpoint: Checkpoint, architecture: str) -> None:
         self.checkpoint, self.architecture, self.path = checkpoint, architecture, Path(checkpoint.path)
         self.folder = self.path if self.path.is_dir() else self.path.parent
         self.config = {k: v for k, v in checkpoint.config.items() if v is not None or k not in _MAY_BE_NULL}
-        self.heads, self.hidden = self.number("num_attention_heads"), self.number(_HIDDEN)
-        self.kv_heads = self.number("num_key_value_heads", self.heads)
-        self.layers, self.vocabulary = self.number("num_hidden_layers"), self.number(_VOCABULARY)
-        self.head_size, self.inner = self.number(_HEAD, self.hidden // self.heads), self.number(_INNER)
+        self.heads, self.hidden = self.read_positive("num_attention_heads"), self.read_positive(_HIDDEN)
+        self.kv_heads = self.read_positive("num_key_value_heads", self.heads)
+        self.layers, self.vocabulary = self.read_positive("num_hidden_layers"), self.read_positive(_VOCABULARY)
+        self.head_size, self.inner = self.read_positive(_HEAD, self.hidden // self.heads), self.read_positive(_INNER)
         if self.head_size % 2:
             self.fail("have an even 'head_dim', which is 'hidden_size' by heads if it is absent", str(self.head_size))
         if self.heads % self.kv_heads:
@@ -108,7 +108,7 @@ class _Model:
             **{_VOCABULARY: self.vocabulary, _HIDDEN: self.hidden, _INNER: self.inner, _HEAD: self.head_size},
             **{_QUERIES: self.heads * self.head_size, _KEYS: self.kv_heads * self.head_size},
         }
-        self.epsilon = self.number("rms_norm_eps", 1e-6, float)
+        self.epsilon = self.read_positive("rms_norm_eps", 1e-6, float)
         key = "rope_parameters" if self.config.get("rope_parameters") is not None else "rope_scaling"
         rope = self.config.get(key)
         if not isinstance(rope, dict | None):
@@ -119,7 +119,9 @@ class _Model:
             self.fail(f"name the 'rope_type' of {key!r}", repr(self.rope))
         if self.scaling not in (None, "default", "linear", "llama3"):
             self.fail("have a rotary scaling that is converted: 'linear' or 'llama3'", f"{self.scaling!r}")
-        self.theta = self.number("rope_theta", self.number("rope_theta", 10000.0, float), float, self.rope)
+        self.theta = self.read_positive(
+            "rope_theta", self.read_positive("rope_theta", 10000.0, float), float, self.rope
+        )
         for part in (self.config, self.rope):
             if part.get("partial_rotary_factor") not in (None, 1):
                 self.fail("rotate whole heads: 'partial_rotary_factor' 1", repr(part["partial_rotary_factor"]))
@@ -127,7 +129,7 @@ class _Model:
     def fail(self, must: str, got: str, file: str = "config.json") -> NoReturn:
         raise ValueError(Message(f"For llama.cpp, {self.folder / file} must {must}. Got {got[:200]}.", "llama.cpp"))
 
-    def number(
+    def read_positive(
         self,
         key: str,
         default: int | float | None = None,
@@ -159,43 +161,43 @@ class _Model:
             "rope.freq_base": self.theta,
         }
         if self.scaling == "linear":
-            pairs |= {"rope.scaling.type": "linear", "rope.scaling.factor": self._scaling_number("factor")}
+            pairs |= {"rope.scaling.type": "linear", "rope.scaling.factor": self._read_scaling("factor")}
         about: dict[str, object] = {
             "general.architecture": self.architecture,
             "general.name": name.stem if name.suffix else name.name,
         }
         return about | {f"{self.architecture}.{key}": value for key, value in pairs.items()}
 
-    def _scaling_number(self, key: str) -> float:
-        return self.number(key, None, float, self.rope)
+    def _read_scaling(self, key: str) -> float:
+        return self.read_positive(key, None, float, self.rope)
 
     def _context(self) -> int:
         """Returns how many tokens the model may see.
 
         With a sliding window that is its length, since llama.cpp has none for these families.
         """
-        positions = self.number("max_position_embeddings", 2048)
+        positions = self.read_positive("max_position_embeddings", 2048)
         slides = self.config.get("use_sliding_window", not self.architecture.startswith("qwen"))
         has_window = slides and self.config.get("sliding_window") is not None
-        return min(positions, self.number("sliding_window")) if has_window else positions
+        return min(positions, self.read_positive("sliding_window")) if has_window else positions
 
     @property
     def divisors(self) -> np.ndarray | None:
-        """The divisors of the rotary frequencies, by which llama.cpp has the scaling of Llama 3."""
+        """The divisors of the rotary frequencies: how llama.cpp stores the scaling of Llama 3."""
         if self.scaling != "llama3":
             return None
         turns = self.theta ** -(np.arange(0, self.head_size, 2) / self.head_size) / (2 * math.pi)
-        turns *= self._scaling_number("original_max_position_embeddings")
-        low, high = self._scaling_number("low_freq_factor"), self._scaling_number("high_freq_factor")
+        turns *= self._read_scaling("original_max_position_embeddings")
+        low, high = self._read_scaling("low_freq_factor"), self._read_scaling("high_freq_factor")
         if low >= high:
             self.fail("have a 'low_freq_factor' below the 'high_freq_factor'", f"{low} and {high}")
         keep = np.clip((turns - low) / (high - low), 0, 1)
-        return (1 / (keep + (1 - keep) / self._scaling_number("factor"))).astype(np.float32)
+        return (1 / (keep + (1 - keep) / self._read_scaling("factor"))).astype(np.float32)
 
     def sources(self) -> dict[str, str]:
         """Returns the name of each array by its name in llama.cpp.
 
-        Raises unless their shapes are of these numbers.
+        Raises unless their shapes agree with the hyperparameters.
         """
         names: dict[str, str] = {}
         layers: set[int] = set()
@@ -212,7 +214,7 @@ class _Model:
             names[name] = row.name
             layers |= set() if layer is None else {layer}
         if len(layers) != self.layers or max(layers) != self.layers - 1:
-            must = f"agree with the arrays, of {len(layers)} layers up to number {max(layers, default=None)}"
+            must = f"agree with the arrays, of {len(layers)} layers up to index {max(layers, default=None)}"
             self.fail(must, f"{self.layers} for 'num_hidden_layers'")
         parts = [part for part in _PARTS if self.architecture == "qwen3" or part not in _QWEN3_NORMS]
         inner = [f"layers.{n}.{part}.weight" for n in range(self.layers) for part in parts]
@@ -235,7 +237,7 @@ class _Model:
 
 def _rename_arrays(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
     """Returns the arrays of a checkpoint, by the names of llama.cpp."""
-    heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _NEIGHBORS else {}
+    heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _ROTATES_NEIGHBORS else {}
 
     def read(name: str, source: str) -> AnyArray:
         x = arrays[source]
@@ -243,7 +245,7 @@ def _rename_arrays(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMappi
             return x  # the writer refuses it
         if (found := re.search(r"\.attn_([qk])\.", name)) and found[1] in heads:
             x = neighbors(heads[found[1]])(x)
-        # It adds and multiplies vectors in float32 alone.
+        # llama.cpp adds and multiplies vectors in float32 alone.
         return jnp.asarray(x).astype(jnp.float32) if x.ndim == 1 and not is_quantized(x) else x
 
     readers: dict[str, Callable[[], AnyArray]] = {
@@ -264,12 +266,12 @@ def neighbors(heads: int) -> Callable[[PyTree], PyTree]:
 
 # Tokenizers
 
-# The numbers that llama.cpp gives to kinds of tokens.
+# llama.cpp's ids of kinds of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-# The names that it has for regular expressions, by which text is divided before bytes are merged.
+# llama.cpp's names of pre-tokenizers, by the regular expressions that split text before bytes are merged.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_DIVIDERS = {(): "gpt-2", (_WORDS + "{1,3}" + _OTHERS,): "llama-bpe", (_WORDS + _OTHERS,): "qwen2"}
+_PRE_TOKENIZERS = {(): "gpt-2", (_WORDS + "{1,3}" + _OTHERS,): "llama-bpe", (_WORDS + _OTHERS,): "qwen2"}
 
 
 def _tokenizer(model: _Model) -> dict[str, object]:
@@ -330,16 +332,16 @@ def _vocabulary(described: Json, model: _Model) -> dict[str, object]:
         raise ValueError(f"{bpe['merges']!r} for 'merges', which must be a list")
     merges = [_pair(merge) for merge in bpe["merges"]]
 
-    def put(text: object, number: object, kind: int) -> None:
+    def put(text: object, token_id: object, kind: int) -> None:
         token = _text(text)
-        if type(number) is not int or not 0 <= number < model.vocabulary:
-            raise ValueError(f"the token {token!r} with the number {number!r}, and the model has {model.vocabulary}")
-        if tokens[number] not in (None, token):
-            raise ValueError(f"the number {number} for the tokens {tokens[number]!r} and {token!r}")
-        tokens[number], kinds[number] = token, kind
+        if type(token_id) is not int or not 0 <= token_id < model.vocabulary:
+            raise ValueError(f"the token {token!r} with the id {token_id!r}, and the model has {model.vocabulary}")
+        if tokens[token_id] not in (None, token):
+            raise ValueError(f"the id {token_id} for the tokens {tokens[token_id]!r} and {token!r}")
+        tokens[token_id], kinds[token_id] = token, kind
 
-    for token, number in vocab.items():
-        put(token, number, _BYTE if pieces and re.fullmatch("<0x[0-9A-F]{2}>", token) else _NORMAL)
+    for token, token_id in vocab.items():
+        put(token, token_id, _BYTE if pieces and re.fullmatch("<0x[0-9A-F]{2}>", token) else _NORMAL)
     for added in described.get("added_tokens", ()):
         unknown = pieces and added["content"] == bpe.get("unk_token")
         kind = _UNKNOWN if unknown else _CONTROL if added.get("special") else _USER
@@ -347,12 +349,15 @@ def _vocabulary(described: Json, model: _Model) -> dict[str, object]:
     names = [f"[PAD{n}]" if token is None else token for n, token in enumerate(tokens)]
     token, times = Counter(names).most_common(1)[0]
     if times > 1:  # at which llama.cpp ends the process
-        raise ValueError(f"{times} numbers for the token {token!r}")
+        raise ValueError(f"{times} ids for the token {token!r}")
     pairs: dict[str, object] = {"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": kinds}
     if not pieces:
-        about = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _divider(_object(described, "pre_tokenizer"))}
+        about = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": _find_pre_tokenizer(_object(described, "pre_tokenizer")),
+        }
         return about | pairs | {"tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
-    # Of two pairs it merges the one first whose token has the higher score.
+    # llama.cpp first merges the pair whose token has the highest score.
     scores = np.full(model.vocabulary, -float(len(merges)), np.float32)
     for rank, pair in reversed(list(enumerate(merges))):
         if "".join(pair) not in vocab:
@@ -389,13 +394,13 @@ def _object(parent: Json, key: str, default: object = None) -> Json:
     return found
 
 
-def _divider(before: Json) -> str:
+def _find_pre_tokenizer(before: Json) -> str:
     steps = before.get("pretokenizers", [before])
     expressions = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
     expressions += ["" for step in steps if step["type"] == "ByteLevel" and expressions and step.get("use_regex", True)]
-    if tuple(expressions) not in _DIVIDERS or any(step["type"] not in ("Split", "ByteLevel") for step in steps):
+    if tuple(expressions) not in _PRE_TOKENIZERS or any(step["type"] not in ("Split", "ByteLevel") for step in steps):
         raise ValueError(f"it divides text by {steps}")
-    return _DIVIDERS[tuple(expressions)]
+    return _PRE_TOKENIZERS[tuple(expressions)]
 
 
 def _begins_with_space(described: Json) -> bool:

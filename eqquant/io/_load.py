@@ -21,7 +21,7 @@ from .._tree.leaves import Leaf, named_leaves
 from .._tree.placement import resolve_shardings, Shardings
 from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
-from ._entry import describe_leaf, Entry, is_one, named_parts
+from ._entry import describe_leaf, Entry, is_packed, named_parts
 from ._files import find_files
 from ._manifest import from_stored, KEY, read_manifest, SavedLeaf
 from ._memory import to_jax
@@ -73,7 +73,7 @@ def load(
     files = find_files(path)
     if not isinstance(text := files.metadata.get(KEY), str):
         files.file.fail(
-            "must be written by `eqq.save`. Got another file. `eqq.io.open` reads those of other libraries."
+            "must be written by `eqq.save`. Got another file. `eqq.io.open` reads files of other libraries."
         )
     saved = {leaf.path: leaf for leaf in read_manifest(text, files.tensors, files.file, formats)}
     if like is None:
@@ -96,8 +96,8 @@ def _load_into(
     like: PyTree, saved: Mapping[str, SavedLeaf[StoredTensor]], rule: str, shardings: Shardings | None
 ) -> PyTree:
     entries = {path: leaf.entry for path, leaf in saved.items()}
-    places = check_fits(list(named_leaves(like, is_one)), entries, rule, ("in the file", "in `like`"))
-    treedef = jtu.tree_structure(like, is_leaf=is_one)
+    places = check_fits(list(named_leaves(like, is_packed)), entries, rule, ("in the file", "in `like`"))
+    treedef = jtu.tree_structure(like, is_leaf=is_packed)
     if shardings is None:
         targets = [own_sharding(leaf.value) if place is not None else None for leaf, place in places]
     else:
@@ -108,7 +108,7 @@ def _load_into(
     values = []
     for (leaf, place), sharding in zip(places, targets, strict=True):
         x = leaf.value if place is None else read_leaf(saved[leaf.path], sharding, place, done)
-        if place is not None and shardings is None and is_one(leaf.value) and is_one(x):
+        if place is not None and shardings is None and is_packed(leaf.value) and is_packed(x):
             told = leaf.value.array if isinstance(leaf.value, PermutedArray) else leaf.value
             x = _change_array(x, lambda q: dataclasses.replace(q, logical_sharding=told.logical_sharding))
         values.append(x)
@@ -139,13 +139,13 @@ def assign(model: PyTree, arrays: Mapping[str, PyTree]) -> PyTree:
     `ValueError` if an array is missing, left over, or of another format, shape or dtype. The message names the leaf,
     with both sides.
     """
-    shown = list(named_leaves(arrays, is_one))
+    shown = list(named_leaves(arrays, is_packed))
     given = {leaf.path: leaf.value for leaf in shown}
     entries = {leaf.path: entry for leaf in shown if (entry := describe_leaf(leaf)) is not None}
-    leaves = list(named_leaves(model, is_one))
+    leaves = list(named_leaves(model, is_packed))
     places = check_fits(leaves, entries, "`arrays` must fit the model", ("in `arrays`", "in the model"))
     values = [leaf.value if place is None else given[leaf.path] for leaf, place in places]
-    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_one), values)
+    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_packed), values)
 
 
 def check_fits(
@@ -259,7 +259,7 @@ def _change_array(
 
 def _read_quantized(saved: SavedLeaf[StoredTensor], sharding: NamedSharding | None) -> QuantizedArray | PermutedArray:
     like: PyTree = saved.entry.struct
-    to = {} if sharding is None else _shardings_of(like, sharding, saved.path)
+    to = {} if sharding is None else _find_shardings(like, sharding, saved.path)
     leaves = [
         to_jax(from_stored(saved.tensors[part].array(), struct.dtype, struct.shape), to.get(part))
         for part, struct in named_parts(like).items()
@@ -281,9 +281,11 @@ def _read_array(saved: SavedLeaf[StoredTensor], kind: str, sharding: NamedShardi
     return view[()] if kind == "generic" else np.array(view) if kind == "numpy" else to_jax(view, sharding)
 
 
-def _shardings_of(q: QuantizedArray | PermutedArray, sharding: NamedSharding, path: str) -> dict[str, NamedSharding]:
+def _find_shardings(q: QuantizedArray | PermutedArray, sharding: NamedSharding, path: str) -> dict[str, NamedSharding]:
     """Returns the sharding of each part of an array. Every device has the order of inputs."""
     if not isinstance(q, PermutedArray):
         return named_parts(leaf_shardings(q, sharding, path))
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    return {"order": everywhere} | {f"array.{name}": to for name, to in _shardings_of(q.array, sharding, path).items()}
+    return {"order": everywhere} | {
+        f"array.{name}": to for name, to in _find_shardings(q.array, sharding, path).items()
+    }

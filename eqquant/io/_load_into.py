@@ -25,7 +25,7 @@ from .._wrappers.concatenate import concatenate, split, stack
 from .._wrappers.permuted import PermutedArray
 from ._checkpoint import Checkpoint, open as open_checkpoint
 from ._dialects._item import Item
-from ._entry import describe, describe_leaf, Entry, is_one
+from ._entry import describe, describe_leaf, Entry, is_packed
 from ._lazy import LazyArray
 from ._load import own_sharding
 from ._load_plan import LoadPlan, LoadRow
@@ -74,22 +74,23 @@ def load_into(
     - `*` is any text.
     - A compiled regular expression does the same with named groups, such as `(?P<n>[0-9]+)`.
 
-    What becomes of the array:
+    The target of the array:
 
     - The path of a leaf: it takes that place.
     - A path that lacks a group, such as `"layers.mlp.{x}.{p}"` above: all arrays that differ in it are stacked along a
-        new first axis, by its number. So layers become a stack for `scan`, and experts one array.
+        new first axis, by its index. So layers become a stack for `scan`, and experts one array.
     - A tuple of paths: the array is divided among these leaves, along the first axis. A tuple of *names* as the key
         does the opposite: it joins these arrays.
     - An [`eqquant.io.Target`][] also transposes, or applies a function.
     - `None`: the array is left out.
 
     All this moves packed codes and scales, and computes nothing. An inexact step, such as joining parts in different
-    formats, is an error; `dequantize=True` is the remedy. Floats take the dtype of the leaf, and so do the values of a
-    quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing else.
+    formats, is an error; `dequantize=True` is the remedy. Floats take the dtype of the leaf, and so do the values that
+    a quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing
+    else.
 
-    Arrays are read one leaf at a time: at its peak this takes the result and one more leaf of the model, with what it
-    is made of.
+    Arrays are read one leaf at a time: at its peak this takes the result and one more leaf of the model, with its
+    source arrays.
 
     **Arguments:**
 
@@ -100,8 +101,8 @@ def load_into(
         [`eqquant.io.names.detect`][], which knows the names of some families of models.
     - `dequantize`: whether every array becomes dense when it is read.
     - `keep`: globs or regular expressions for leaves that keep the values of the model.
-    - `shardings`: the shardings of the logical arrays, as for [`eqquant.quantize_tree`][]. By default those of the
-        model.
+    - `shardings`: the shardings of the logical arrays, as for [`eqquant.quantize_tree`][]. By default the
+        shardings of the model.
 
     **Returns:**
 
@@ -161,7 +162,7 @@ def plan_load(
 def _sources(checkpoint: Checkpoint | PyTree) -> Mapping[str, Item | LazyArray]:
     if isinstance(checkpoint, Checkpoint):
         return checkpoint.items_by_name
-    leaves = named_leaves(checkpoint, is_one)
+    leaves = named_leaves(checkpoint, is_packed)
     struct = lambda x: jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
     return {leaf.path: LazyArray(struct(leaf.value), lambda x=leaf.value: x) for leaf in leaves}
 
@@ -176,7 +177,7 @@ class _Plan:
             checkpoint = open_checkpoint(checkpoint)
         self.where = checkpoint.path if isinstance(checkpoint, Checkpoint) else "`checkpoint`"
         self.model, self.dequantize = model, dequantize
-        self.leaves = list(named_leaves(model, is_one))
+        self.leaves = list(named_leaves(model, is_packed))
         self.sources = _sources(checkpoint)
         check_patterns(keep, self.leaves, "keep")
         self.places = {leaf.path: entry for leaf in self.leaves if (entry := _place(leaf)) is not None}
@@ -206,7 +207,7 @@ class _Plan:
         return str(_entry(self.sources[name].struct, name))
 
     def _check(self, recipe: Recipe) -> None:
-        """Computes the leaves of a recipe without values, and notes those that do not fit."""
+        """Computes the leaves of a recipe without values, and notes the ones that do not fit."""
         names = [name for layer in recipe.sources for name in layer]
         shown = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
         for path in recipe.paths:
@@ -274,7 +275,7 @@ class _Plan:
         return split(whole, sizes, axis)
 
     def load(self, shardings: Shardings | None) -> PyTree:
-        treedef = jtu.tree_structure(self.model, is_leaf=is_one)
+        treedef = jtu.tree_structure(self.model, is_leaf=is_packed)
         if shardings is None:
             targets = [own_sharding(leaf.value) for leaf in self.leaves]
         else:
@@ -282,7 +283,7 @@ class _Plan:
             one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_permuted(x) else x
             shown = [one(self.made.get(leaf.path, leaf.value)) for leaf in self.leaves]
             skeleton = jtu.tree_unflatten(treedef, shown)
-            targets = resolve_shardings(skeleton, list(named_leaves(skeleton, is_one)), shardings)
+            targets = resolve_shardings(skeleton, list(named_leaves(skeleton, is_packed)), shardings)
         target_of = {leaf.path: target for leaf, target in zip(self.leaves, targets, strict=True)}
         done: dict[str, PyTree] = {}
         for leaf in self.leaves:
@@ -350,7 +351,7 @@ def _is_permuted(x: object) -> TypeGuard[PermutedArray]:
 
 def _entry(x: PyTree, path: str) -> Entry | None:
     # With low-rank factors it is no array of a file, but fits where one does.
-    return Entry("array", x.dtype.name, x.shape) if _is_permuted(x) and not is_one(x) else describe(x, path)
+    return Entry("array", x.dtype.name, x.shape) if _is_permuted(x) and not is_packed(x) else describe(x, path)
 
 
 def _move(x: PyTree, sharding: NamedSharding | None) -> PyTree:

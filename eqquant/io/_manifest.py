@@ -225,7 +225,7 @@ class _Fields:
         kind, dtype = self.get("kind", str), self.get("dtype", str)
         if kind == "scalar":
             if dtype not in {cls.__name__ for cls in SCALARS}:
-                self.fail(f"Got the type {dtype!r}, which is not one of those that are saved.")
+                self.fail(f"Got the type {dtype!r}, which no saved scalar has.")
             return Entry("scalar", dtype)
         shape = self.items("shape", int)
         if num_bytes(shape, 8) is None:
@@ -237,7 +237,7 @@ class _Fields:
         if kind == "array" or kind == "numpy" or (kind == "generic" and shape == ()):
             return Entry(kind, dtype, shape)  # pyright: ignore[reportArgumentType]
         if kind != "quantized":
-            self.fail(f"Got the kind {kind!r}, which is not one of those that are saved.")
+            self.fail(f"Got the kind {kind!r}, which no saved leaf has.")
         axes = self.items("axis", int)
         if not axes or len({*axes}) != len(axes) or any(not -len(shape) <= a < 0 for a in axes):
             self.fail(f"Got the axes {str(axes[:40])[:80]} of shape {shape}, which it does not have.")

@@ -257,12 +257,12 @@ def gguf(checkpoint: Checkpoint, overrides: Overrides = None) -> NameTable:
     rules: NameTable = {**GGUF_OWN.get(architecture, {})}
     if architecture in _PERMUTED:
         heads = checkpoint.metadata.get(f"{architecture}.attention.head_count")
-        number = {"q": heads, "k": checkpoint.metadata.get(f"{architecture}.attention.head_count_kv", heads)}
-        for x, count in number.items():
+        counts = {"q": heads, "k": checkpoint.metadata.get(f"{architecture}.attention.head_count_kv", heads)}
+        for x, count in counts.items():
             if type(count) is not int:
                 raise ValueError(
                     f"{checkpoint.path} must say how many heads it has, in `{architecture}.attention.head_count`. Got "
-                    f"{number}. Write rules of your own, with `eqq.io.names.rotary_halves`."
+                    f"{counts}. Write rules of your own, with `eqq.io.names.rotary_halves`."
                 )
             rules[f"blk.{{n}}.attn_{x}.{{p}}"] = Target(f"layers.{{n}}.attention.{x}.{{p}}", apply=rotary_halves(count))
     if architecture in _PLUS_ONE:

@@ -72,11 +72,11 @@ def join(parts: Sequence[Part], is_gguf: bool) -> tuple[dict[str, StoredTensor],
     """
     tensors: dict[str, StoredTensor] = {}
     for n, part in enumerate(parts):
-        numbers = part.metadata.get(_NO), part.metadata.get(_COUNT)
-        if is_gguf and numbers != (n, len(parts)):
-            part.file.fail(f"must say that it is part {n} of {len(parts)}, from zero. Got {str(numbers)[:80]}.")
+        counted = part.metadata.get(_NO), part.metadata.get(_COUNT)
+        if is_gguf and counted != (n, len(parts)):
+            part.file.fail(f"must say that it is part {n} of {len(parts)}, from zero. Got {str(counted)[:80]}.")
         if both := tensors.keys() & part.tensors:
-            part.file.fail(f"must not hold what another part does. Got {min(both)!r} in both.")
+            part.file.fail(f"must not hold tensors of another part. Got {min(both)!r} in both.")
         tensors |= part.tensors
     first = parts[0]
     total = first.metadata.get(_TENSORS, len(tensors)) if is_gguf else len(tensors)

@@ -92,7 +92,7 @@ def match_names(names: NameRules, found: Sequence[str]) -> Matched:
     """Applies rules to the names of a checkpoint; the first rule that matches holds."""
     if callable(names):
         rules = [_rule(name, names(name), literal=True) for name in found]
-        matches = {name: _Match(number, 0, {}) for number, name in enumerate(found)}
+        matches = {name: _Match(index, 0, {}) for index, name in enumerate(found)}
     else:
         if not isinstance(names, Mapping):
             raise TypeError(f"`names` must be rules, as a mapping, or a function of a name. Got {names!r}.")
@@ -101,8 +101,8 @@ def match_names(names: NameRules, found: Sequence[str]) -> Matched:
     # By rule and paths: the arrays of each layer of a stack, and of each part.
     grouped: dict[tuple[int, tuple[str, ...]], dict[tuple[int, ...], dict[int, str]]] = {}
     left_out, problems = [], []
-    for name, (number, part, groups) in matches.items():
-        to = rules[number].to
+    for name, (index, part, groups) in matches.items():
+        to = rules[index].to
         if to is None:
             left_out.append(name)
             continue
@@ -110,17 +110,17 @@ def match_names(names: NameRules, found: Sequence[str]) -> Matched:
         if bad := [g for g in missing if not _NUMBER.fullmatch(groups[g])]:
             problems.append(
                 f"{name}: `{bad[0]}` is {groups[bad[0]]!r}, and {to.path!r} lacks it; along a group that the path "
-                "lacks arrays are stacked, by number"
+                "lacks arrays are stacked, by its value"
             )
             continue
         paths = tuple(_fill(path, groups) for path in to.paths)
-        layer = grouped.setdefault((number, paths), {}).setdefault(tuple(int(groups[g]) for g in missing), {})
+        layer = grouped.setdefault((index, paths), {}).setdefault(tuple(int(groups[g]) for g in missing), {})
         if part in layer:
             problems.append(f"{', '.join(paths)}: both {layer[part]} and {name}")
         layer[part] = name
     recipes = []
-    for (number, paths), layers in grouped.items():
-        rule, lengths = rules[number], tuple(1 + max(at) for at in zip(*layers, strict=True))
+    for (index, paths), layers in grouped.items():
+        rule, lengths = rules[index], tuple(1 + max(at) for at in zip(*layers, strict=True))
         if wrong := _incomplete(rule, layers, lengths):
             problems.append(f"{', '.join(paths)}: {wrong}")
             continue
@@ -128,7 +128,7 @@ def match_names(names: NameRules, found: Sequence[str]) -> Matched:
         recipes.append(Recipe(paths, rule.to or Target(paths), sources, lengths))
     unknown = [name for name in found if name not in matches]
     busy = {match.rule for match in matches.values()}
-    idle = [", ".join(rule.shown) for number, rule in enumerate(rules) if number not in busy]
+    idle = [", ".join(rule.shown) for index, rule in enumerate(rules) if index not in busy]
     return Matched(recipes, left_out, unknown, problems, idle)
 
 
@@ -143,10 +143,10 @@ def _incomplete(rule: _Rule, layers: Mapping[tuple[int, ...], Mapping[int, str]]
 
 
 def _first(rules: Sequence[_Rule], name: str) -> _Match | None:
-    for number, rule in enumerate(rules):
+    for index, rule in enumerate(rules):
         for part, pattern in enumerate(rule.patterns):
             if (match := pattern.fullmatch(name)) is not None:
-                return _Match(number, part, match.groupdict())
+                return _Match(index, part, match.groupdict())
     return None
 
 
@@ -172,8 +172,8 @@ def _rule(key: object, target: object, literal: bool = False) -> _Rule:
                 raise ValueError(f"The paths of `names` must have groups such as {{n}}. Got {path!r}.")
             if "*" in path and "*" in text:
                 raise ValueError(
-                    f"The paths of `names` must have groups such as {{n}} for what varies. Got {path!r}. Where names "
-                    "are paths already, write `names=lambda name: name`."
+                    f"The paths of `names` must have groups such as {{n}} for the parts that vary. Got {path!r}. Where "
+                    "names are paths already, write `names=lambda name: name`."
                 )
             if unknown := sorted(set(GROUP.findall(path)) - pattern.groupindex.keys()):
                 raise ValueError(

@@ -18,7 +18,7 @@ import numpy as np
 from .._tree.leaves import identity_key, key_name, Leaf, named_leaves
 from .._types import PyTree
 from ._atomic import make_folder, open_replacement, sync_folder
-from ._entry import describe_leaf, Entry, is_one, named_parts
+from ._entry import describe_leaf, Entry, is_packed, named_parts
 from ._files import read_json
 from ._lazy import keep_latest, LazyArray
 from ._manifest import KEY, leaf_to_json, MAX_KEYS, SavedLeaf, Scalar, stored_as, to_stored, VERSION
@@ -95,7 +95,7 @@ def _plan(tree: PyTree) -> tuple[list[SavedLeaf[NewTensor]], list[NewTensor]]:
 
     Raises before anything is written.
     """
-    leaves = [(leaf, entry) for leaf in named_leaves(tree, is_one) if (entry := checked_entry(leaf)) is not None]
+    leaves = [(leaf, entry) for leaf in named_leaves(tree, is_packed) if (entry := checked_entry(leaf)) is not None]
     # Names of tensors are names of leaves, or start with them; "codes" of one might be another leaf.
     taken = {"__metadata__", *(leaf.path for leaf, _ in leaves)}
     saved, tensors, seen = [], [], {}
@@ -124,7 +124,7 @@ def _scalar(x: object) -> Scalar | None:
 
 
 def _parts(x: PyTree) -> dict[str, PyTree]:
-    return named_parts(x) if is_one(x) else {"": x}
+    return named_parts(x) if is_packed(x) else {"": x}
 
 
 def _read(parts: Callable[[], dict[str, PyTree]], part: str) -> np.ndarray:

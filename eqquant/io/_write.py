@@ -15,7 +15,7 @@ from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._types import PyTree
 from . import _safetensors
 from ._atomic import make_folder, stage
-from ._entry import AnyArray, is_one
+from ._entry import AnyArray, is_packed
 from ._lazy import keep_latest
 from ._safetensors import split
 from ._save import check_shard_nbytes, checked_entry, INDEX, shards_in, write_shards
@@ -136,7 +136,7 @@ def _write(
     try:
         text = json.dumps(describe_model(options.config or {}) | _settings(writer, schemes), indent=2)
     except TypeError as e:
-        raise TypeError(f"`config` must hold what JSON can. {e}") from None
+        raise TypeError(f"`config` must hold values that JSON can hold. {e}") from None
     files = {CONFIG: text.encode(), **{name: file.read_bytes() for name, file in (companions or {}).items()}}
     _write_folder(path, tensors, files, metadata, options.shard_nbytes)
 
@@ -166,7 +166,7 @@ def _writer(dialect: str) -> ModuleType:
 def _layout(writer: ModuleType, name: str, x: AnyArray, kind: str | None = None) -> WrittenArray:
     if writer is gguf:
         return gguf.layout(name, x, kind)
-    return writer.layout(name, x) if is_one(x) else dense(name, x)
+    return writer.layout(name, x) if is_packed(x) else dense(name, x)
 
 
 def _settings(writer: ModuleType, schemes: Mapping[str, Scheme | None]) -> dict[str, object]:
@@ -180,7 +180,7 @@ def _sources(arrays: PyTree, names: Renaming) -> dict[str, Callable[[], Leaf]]:
     if isinstance(arrays, Mapping):
         found = {str(name): (lambda name=name: Leaf(name, arrays[name], (), ())) for name in arrays}
     else:
-        found = {leaf.path: (lambda leaf=leaf: leaf) for leaf in named_leaves(arrays, is_one) if _is_array(leaf)}
+        found = {leaf.path: (lambda leaf=leaf: leaf) for leaf in named_leaves(arrays, is_packed) if _is_array(leaf)}
     if isinstance(names, Mapping) and (missing := [path for path in found if path not in names]):
         raise ValueError(
             f"`names` must have all arrays; `None` leaves one out. Got none for {abbreviate_list(missing)}."

@@ -17,7 +17,7 @@ from .._repack import repack, Unpacked
 from .._tensors import DTYPES, StoredTensor
 
 
-# The formats of integers of a number of bits.
+# The integer format of each width.
 INTEGERS = {8: Int8, 6: Int6, 5: Int5, 4: Int4, 3: Int3, 2: Int2}
 FLOATS = ("F16", "BF16", "F32")
 SMALL_FLOATS = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4")
@@ -124,7 +124,7 @@ def plain_arrays(files: Files, used: Collection[str] = ()) -> dict[str, Item]:
 
     If `config.json` says that the checkpoint is quantized, codes are no values: without a scale they cannot be read.
     """
-    settings = settings_of(files, "quantization_config", "compression_config", "quantization")
+    settings = find_settings(files, "quantization_config", "compression_config", "quantization")
     method = str(settings.get("quant_method", "quantized"))[:40]
     problem = f"`config.json` says that the weights are {method}, and eqquant finds no scale for this one"
     return {
@@ -140,7 +140,7 @@ def _holds_codes(t: StoredTensor) -> bool:
     return len(t.shape) > 1 and (t.dtype == "I8" or (t.dtype in ("U8", "I32", "U32") and t.name.endswith("weight")))
 
 
-def settings_of(files: Files, *keys: str) -> Mapping[str, object]:
+def find_settings(files: Files, *keys: str) -> Mapping[str, object]:
     """Returns the settings of quantization in `config.json`, under the first of these keys."""
     text = files.config.get("text_config")  # of a model for text and images
     for config in (files.config, text if isinstance(text, dict) else {}):
@@ -170,7 +170,7 @@ def expect(t: StoredTensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> 
 def act_order(t: StoredTensor | None, length: int, groups: int) -> np.ndarray | None:
     """Returns the order in which groups of inputs are stored, from the group of each input.
 
-    `None` if they do as they are.
+    `None` if they are stored in the order of the weight.
     """
     if t is None:
         return None

@@ -100,12 +100,12 @@ def scaled_item(
     if zero is not None and (zero.dtype != "I8" or math.prod(zero.shape) != math.prod(layout.shape)):
         zero.fail(f"It must have the shape of the scale, in I8. Got {zero.dtype} of {list(zero.shape)}.")
     kind = (Int8, layout.block, zero is None) if signed else (FP8, float_kind(t), layout.block)
-    codes_of = lambda x: x.view(np.uint8) ^ np.uint8(128) if signed else x.view(np.uint8)
+    to_codes = lambda x: x.view(np.uint8) ^ np.uint8(128) if signed else x.view(np.uint8)
 
     def load() -> Unpacked:
         spread = lambda x: layout.spread(x, tuple(batch), out)
-        zeros = None if zero is None else spread(codes_of(zero.array()))
-        codes = lambda start, stop: codes_of(t.array().reshape(-1, length)[start:stop])
+        zeros = None if zero is None else spread(to_codes(zero.array()))
+        codes = lambda start, stop: to_codes(t.array().reshape(-1, length)[start:stop])
         return Unpacked(codes, spread(as_float32(scale)), zeros)
 
     return Item(weight(as_format(scale, *kind), t.shape, dtype or scale_dtype(scale)), t.dtype, tensors, load)

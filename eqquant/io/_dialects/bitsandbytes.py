@@ -96,7 +96,7 @@ def _four_bits(name: str, parts: Parts) -> Item:
 def _state(
     name: str, t: StoredTensor, state_tensor: StoredTensor
 ) -> tuple[tuple[int, ...], int, str, Mapping[str, object]]:
-    """Returns the shape, the block size and the dtype of a weight, and all that is said of it."""
+    """Returns the shape, the block size and the dtype of a weight, and its whole state."""
     if state_tensor.nbytes > _MAX_STATE:
         state_tensor.fail(f"It must take at most {_MAX_STATE} bytes. Got {state_tensor.nbytes}.")
     state = parse_json(state_tensor.bytes().tobytes(), t.file, f"the quantization state of {name!r}")

@@ -40,12 +40,12 @@ from ._item import (
     act_order,
     as_format,
     expect,
+    find_settings,
     group,
     INTEGERS,
     Item,
     Parts,
     read_items,
-    settings_of,
     SMALL_FLOATS,
     unreadable_item,
     weight,
@@ -82,7 +82,7 @@ def recognizes(files: Files) -> bool:
 
 
 def items(files: Files) -> dict[str, Item]:
-    settings = _settings(settings_of(files, "quantization_config", "compression_config"))
+    settings = _settings(find_settings(files, "quantization_config", "compression_config"))
     read = lambda _, parts: _packed_item(parts, settings) if "_packed" in parts else _whole(parts, settings)
     return read_items(files, _groups(files), read)
 

@@ -16,7 +16,7 @@ points are stored:
     quant_method  gptq        checkpoint_format  gptq (the default): minus one; gptq_v2: as they are
                   awq         version            gemm (the default) or exllama
                   auto-round  packing_format     auto_round:auto_gptq: minus one; auto_round:auto_awq: AWQ; auto_round,
-                                                 auto_round:gptqmodel and those of other kernels: as they are
+                                                 auto_round:gptqmodel and other kernels: as they are
 
 https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ, https://github.com/intel/auto-round
 """
@@ -35,13 +35,13 @@ from ._item import (
     act_order,
     as_format,
     expect,
+    find_settings,
     FLOATS,
     group,
     INTEGERS,
     Item,
     Parts,
     read_items,
-    settings_of,
     unreadable_item,
     weight,
 )
@@ -62,10 +62,10 @@ def recognizes(files: Files) -> bool:
 
 def items(files: Files) -> dict[str, Item]:
     groups = group(files.tensors, (".qweight",), _PARTS)
-    settings = settings_of(files, "quantization_config") or _read_settings_file(files)
+    settings = find_settings(files, "quantization_config") or _read_settings_file(files)
     layout = _layout(settings)
     named = {f"{base}.weight": parts for base, parts in groups.items()}
-    return read_items(files, named, lambda name, parts: _item(parts, layout, _settings_of_layer(settings, name)))
+    return read_items(files, named, lambda name, parts: _item(parts, layout, _find_layer_settings(settings, name)))
 
 
 def _read_settings_file(files: Files) -> Mapping[str, object]:
@@ -118,7 +118,7 @@ def _layout(settings: Mapping[str, object]) -> _Layout:
     return _Layout(None, f"eqquant reads the {rule}, not {'marlin' if marlin else str(said)[:40]!r}")
 
 
-def _settings_of_layer(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
+def _find_layer_settings(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
     """Returns the settings of one layer, by its name."""
     layers = settings.get("extra_config")
     own = layers.get(name.removesuffix(".weight")) if isinstance(layers, dict) else None
@@ -192,7 +192,7 @@ def _check_symmetric(zeros: StoredTensor, zero: np.ndarray, stored: np.ndarray, 
     if (zero != middle).any() and (stored != middle).any():
         other = "gptq_v2" if layout == "gptq" else "gptq"
         zeros.fail(
-            f"Got zero points other than the middle, and a configuration that says `sym`. If they are those of "
+            f"Got zero points other than the middle, and a configuration that says `sym`. If their layout is "
             f"{other}, `checkpoint_format` must say so; if the weight is not symmetric, `sym` must be false."
         )
 

@@ -18,7 +18,7 @@ from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import DTYPES
-from ._item import as_format, expect, FLOATS, group, Item, Parts, read_items, settings_of, unreadable_item, weight
+from ._item import as_format, expect, find_settings, FLOATS, group, Item, Parts, read_items, unreadable_item, weight
 from ._scaled import microscaled_item
 
 
@@ -41,7 +41,7 @@ def _groups(files: Files) -> dict[str, Parts]:
 
 
 def items(files: Files) -> dict[str, Item]:
-    common = settings_of(files, "quantization", "quantization_config")
+    common = find_settings(files, "quantization", "quantization_config")
 
     def read(name: str, parts: Parts) -> Item:
         own = common.get(name.removesuffix(".weight"))

@@ -85,7 +85,7 @@ def unpack_rows(q: QuantizedArray) -> np.ndarray:
 def row_parts(q: QuantizedArray, at_once: bool = False) -> Iterator[tuple[slice, np.ndarray]]:
     """Yields the codes of all rows, a few rows at a time.
 
-    Those of a format of vectors stay packed.
+    Codes of a vector format stay packed.
     """
     packed = np.asarray(q.codes).reshape(-1, q.codes.shape[-1])
     step = len(packed) if at_once else max(_CHUNK // max(row_length(q), 1), 1)

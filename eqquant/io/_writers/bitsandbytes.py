@@ -18,7 +18,7 @@ import numpy as np
 from ..._array.array import QuantizedArray
 from ..._array.codes import row_length
 from ..._formats import Codebook, Int8, NF4
-from ..._formats.base import levels_of
+from ..._formats.base import find_levels
 from .._tensors import NewTensor
 from ._layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
 
@@ -91,7 +91,7 @@ def _codes(q: QuantizedArray, order: np.ndarray) -> np.ndarray:
 def _nest_scales(q: QuantizedArray) -> tuple[int, QuantizedArray, np.ndarray, np.ndarray] | None:
     """Returns nested scales as bitsandbytes stores them, or `None` if it cannot.
 
-    How many scales share an outer one, both, and the table of codes.
+    The number of scales that share an outer one, both, and the table of codes.
     """
     inner = q.scale_bits
     if not isinstance(inner, QuantizedArray) or inner.format.bits != 8 or not isinstance(inner.format.block_size, int):
@@ -102,7 +102,7 @@ def _nest_scales(q: QuantizedArray) -> tuple[int, QuantizedArray, np.ndarray, np
     if size not in _BLOCKS:
         return None
     values = outer[..., np.arange(0, blocks, size) // per_outer]
-    return size, inner, values.reshape(-1), np.asarray(levels_of(inner.format)[0], np.float32)
+    return size, inner, values.reshape(-1), np.asarray(find_levels(inner.format)[0], np.float32)
 
 
 def _int8(name: str, q: QuantizedArray) -> WrittenArray:

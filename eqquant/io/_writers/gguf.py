@@ -30,8 +30,8 @@ FITS = (
 # Types that hold the arrays of a format besides its namesake.
 OTHER_TYPES = {"TQ1_0": "TQ2_0"}
 
-_NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
-_DENSE = {dtype: name for dtype, name in NAME_OF.items() if name in _NUMBERS}
+_TYPE_IDS = {name: type_id for type_id, (name, _, _) in TYPES.items()}
+_DENSE = {dtype: name for dtype, name in NAME_OF.items() if name in _TYPE_IDS}
 _MAX_NAME = 63  # llama.cpp keeps names in 64 bytes, the last of them zero
 
 
@@ -103,7 +103,7 @@ def write(path: Path, tensors: Iterable[NewTensor], metadata: Mapping[str, objec
     for t in tensors:
         dims = t.shape[::-1]
         header.append(_text(t.name) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}Q", *dims))
-        header.append(struct.pack("<IQ", _NUMBERS[t.dtype], offset))
+        header.append(struct.pack("<IQ", _TYPE_IDS[t.dtype], offset))
         block, nbytes = SIZES[t.dtype]
         size = math.prod(dims) // block * nbytes
         offset += size + -size % alignment
@@ -120,8 +120,8 @@ def _align(f: BinaryIO, alignment: int) -> None:
     f.write(b"\0" * (-f.tell() % alignment))
 
 
-# The types of NumPy's numbers among the pairs.
-_KINDS = {np.dtype(kind).name: number for number, kind in SCALARS.items()}
+# By the NumPy dtype: the id of the type of a value.
+_KINDS = {np.dtype(kind).name: type_id for type_id, kind in SCALARS.items()}
 
 
 def _encode(text: str) -> bytes:
@@ -141,7 +141,7 @@ def _pair(key: str, value: object) -> bytes:
         return struct.pack("<IIQ", ARRAY, value.kind, len(value)) + value.bytes()
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) for v in value):
         return struct.pack("<IIQ", ARRAY, TEXT, len(value)) + b"".join(map(_text, value))
-    x = _numbers(value)
+    x = _as_numeric(value)
     kind = None if x is None or x.ndim > 1 else _KINDS.get(x.dtype.name)
     if x is None or kind is None:
         raise TypeError(
@@ -152,7 +152,7 @@ def _pair(key: str, value: object) -> bytes:
     return struct.pack("<I", kind) + raw if x.ndim == 0 else struct.pack("<IIQ", ARRAY, kind, len(x)) + raw
 
 
-def _numbers(value: object) -> np.ndarray | None:
+def _as_numeric(value: object) -> np.ndarray | None:
     """Returns numbers as an array of the type that llama.cpp expects.
 
     NumPy's own numbers keep their type.

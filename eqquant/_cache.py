@@ -395,10 +395,10 @@ def _write_tokens(
     if not across:
         return jtu.tree_unflatten(treedef, [_write_rows(leaf, x, at) for leaf, x in zip(leaves, packed, strict=True)])
     # Codes and scales of a group are contiguous, so a group is a row.
-    groups, number, whole = at[..., ::group] // group, new.shape[-2] // group, old.shape[-2] // group
+    groups, count, whole = at[..., ::group] // group, new.shape[-2] // group, old.shape[-2] // group
     in_rows = lambda leaf, n: leaf.reshape(*leaf.shape[:-1], n, leaf.shape[-1] // n)
     written = [
-        _write_rows(in_rows(leaf, whole), in_rows(x, number), groups).reshape(leaf.shape)
+        _write_rows(in_rows(leaf, whole), in_rows(x, count), groups).reshape(leaf.shape)
         for leaf, x in zip(leaves, packed, strict=True)
     ]
     q = jtu.tree_unflatten(treedef, written)
@@ -418,7 +418,7 @@ def _scatter(old: Array, new: Array, at: Array) -> Array:
 
 def _scatter_in_loop(old: Array, new: Array, at: Array) -> Array:
     # XLA for CPU writes into a new copy for each reader of the result, but it updates the carry of a loop in place. So
-    # this is a loop of one iteration, and XLA must not know the number.
+    # this is a loop of one iteration, and XLA must not know the count.
     once = jax.lax.optimization_barrier(jnp.int32(1))
     return jax.lax.fori_loop(0, once, lambda _, old: _scatter(old, new, at), old)
 

@@ -50,8 +50,8 @@ def bench(
             ratio = np.median(seconds[name] / seconds["float32"])
             share = q.nbytes / float(np.median(seconds[name])) / speed
             by = "xla" if name == "float32" else eqq.explain_matmul(q, x).implementation
-            numbers = f"{1e3 * np.median(seconds[name]):>8.3f} {ratio:>10.2f} {share:>8.0%}"
-            typer.echo(f"{m:>5}  {name:<{width}} {numbers}  {by}")
+            figures = f"{1e3 * np.median(seconds[name]):>8.3f} {ratio:>10.2f} {share:>8.0%}"
+            typer.echo(f"{m:>5}  {name:<{width}} {figures}  {by}")
 
 
 def _machine() -> str:

@@ -76,7 +76,7 @@ def compare(
         typer.echo(json_.dumps({"arrays": rows, "equal": equal, "only_in_one": missing}, indent=1))
         return
     shown = [(row["name"], row["stored_as"], *(f"{row[key]:.4g}" for key in _SHOWN)) for row in rows]
-    print_table(("array", f"in {b.name}", *_SHOWN.values()), shown, numbers=range(2, 6))
+    print_table(("array", f"in {b.name}", *_SHOWN.values()), shown, numeric=range(2, 6))
     if equal:
         typer.echo(f"{equal} other arrays are equal.")
     if missing:

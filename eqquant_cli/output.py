@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from eqquant.analysis._error import Values
 
 
-def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int]) -> None:
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], numeric: Collection[int]) -> None:
     """Prints a table, as wide as the terminal, or unlimited without a terminal."""
     from rich.console import Console
     from rich.text import Text
@@ -22,7 +22,7 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
     from eqquant._report import Name, report_table
 
     table = report_table(*headers, text=len(headers))
-    for n in numbers:
+    for n in numeric:
         table.columns[n].justify, table.columns[n].no_wrap = "right", True
     for name, *others in rows:
         table.add_row(Name(name), *map(Text, others))

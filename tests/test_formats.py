@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._formats.base import levels_of
+from eqquant._formats.base import find_levels
 from eqquant._methods.stochastic import move_stochastically
 from eqquant._numerics import rounding
 from eqquant._numerics.minifloats import decode_e8m0, E2M1, E4M3, E5M2, encode_e8m0, UE4M4
@@ -338,7 +338,7 @@ def test_a_row_alone_is_quantized_as_among_others():
 @pytest.mark.parametrize("name", SWEPT_SCALARS)
 def test_stochastic_rounding_is_to_a_neighbor(name, getkey):
     format = FORMATS[name].format
-    levels, reached = levels_of(format)
+    levels, reached = find_levels(format)
     levels = np.unique(levels[reached])
     uniform = jax.random.uniform(getkey(), (4000,))
     stochastically = lambda x: move_stochastically(format.encode(x), x, format, uniform[: len(x)])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._formats.base import has_offsets, levels_of
+from eqquant._formats.base import find_levels, has_offsets
 
 from .helpers import assert_same, FORMATS, SCALARS, SWEPT_SCALARS
 
@@ -150,7 +150,7 @@ def check(name, shape, axis, dtype, values, seed=0):
     assert np.isfinite(decoded).all()
     absmax = per_block(rows, format.block_size, np.max)
     # A block of zeros is exact, and so is each zero, but for formats that have no code for it.
-    has_zero = 0 in levels_of(format)[0] and not has_offsets(format)
+    has_zero = 0 in find_levels(format)[0] and not has_offsets(format)
     zeros = rows == 0 if has_zero else absmax == 0
     assert not decoded[zeros].any()
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt, UInt8
 
-from .._formats.base import AbstractFormat, AbstractVectorFormat, has_offsets, levels_of, Scales
+from .._formats.base import AbstractFormat, AbstractVectorFormat, find_levels, has_offsets, Scales
 from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import absmax, dequantize_blocks, divide, ends, expand, not_finite, num_blocks
 from .._numerics.scale_bits import bits_to_scale, round_up_from_zero, scale_to_bits
@@ -78,7 +78,7 @@ def _store_with_offset(
     A block becomes zeros where the stored levels might be further from it than zeros are.
     """
     # No level overflows float32, and no scale vanishes beside an offset.
-    largest = float(jnp.finfo(jnp.float32).max) / (float(np.abs(levels_of(format)[0]).max()) + 1)
+    largest = float(jnp.finfo(jnp.float32).max) / (float(np.abs(find_levels(format)[0]).max()) + 1)
     scale = jnp.where(jnp.isnan(scale), scale, jnp.clip(scale, -largest, largest))
     if format.scale_format is None:
         scale = round_up_from_zero(scale, format.scale_dtype)
@@ -110,7 +110,7 @@ def _is_near(wanted: Scales, stored: Scales) -> Bool[Array, "*batch blocks"]:
 def _largest_error(rows: Rows, grid: Grid, format: AbstractFormat, chunk: int | None) -> Scales:
     """Returns a bound of the errors of the values of each block."""
     low, high = choose_by_parts(lambda blocks, _: ends(blocks), rows, format, chunk)
-    levels, used = levels_of(format)
+    levels, used = find_levels(format)
     levels = np.unique(levels[used])
     offset = 0.0 if grid.stored_offset is None else grid.stored_offset
     first, last = (offset + float(level) * grid.stored_scale for level in (levels[0], levels[-1]))
@@ -292,7 +292,7 @@ def decode_rows(encoded: EncodedRows, format: AbstractFormat) -> Float32[Array, 
 
 
 def _uniform_by_row(key: PRNGKeyArray, first: Index, shape: tuple[int, ...]) -> Float32[Array, "*batch length"]:
-    """Returns random numbers from zero to one that depend on the row and its number alone.
+    """Returns random numbers from zero to one that depend on the key and the index of the row alone.
 
     So they do not depend on the chunk.
     """

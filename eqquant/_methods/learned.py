@@ -131,11 +131,11 @@ def _descend(
     problem = _LeastSquares(gram, columns.astype(jnp.float32), format)
     start = codes, grid
 
-    def improve(number: Index, state: tuple[Array, Grid]) -> tuple[Array, Grid]:
+    def improve(step: Index, state: tuple[Array, Grid]) -> tuple[Array, Grid]:
         codes, grid = state
         codes = problem.move_codes(codes, grid)
         if _fits(format):
-            grid = jax.lax.cond(number < rounds, lambda: problem.fit_scales(codes, grid), lambda: grid)
+            grid = jax.lax.cond(step < rounds, lambda: problem.fit_scales(codes, grid), lambda: grid)
         return codes, grid
 
     codes, grid = jax.lax.fori_loop(0, rounds + 1, improve, start)  # moves codes last, in the loop: it compiles once

@@ -17,8 +17,8 @@ from .._formats.base import (
     AbstractOffsetFormat,
     AbstractVectorFormat,
     Blocks,
+    find_levels,
     has_zero_points,
-    levels_of,
     round_to_levels,
     Scales,
 )
@@ -81,7 +81,7 @@ class Search(NamedTuple):
     def result(self, factor: Array) -> tuple[Array, Array | None]:
         """Returns the scales, and their best zero points, or the offsets."""
         # A very large scale is kept: a larger one might decode to infinity.
-        levels, used = levels_of(self.format)
+        levels, used = find_levels(self.format)
         limit = float(jnp.finfo(jnp.float32).max) / max(2**9, 2 * float(np.abs(levels[used]).max()))
         scale = jnp.where(jnp.abs(self.scale) < limit, self.scale * factor, self.scale)
         if not has_zero_points(self.format):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from .._formats.base import AbstractFormat, levels_of
+from .._formats.base import AbstractFormat, find_levels
 from .._numerics.constants import compute_now
 
 
@@ -57,7 +57,7 @@ class _EvenLevels(NamedTuple):
 def _even_levels(format: AbstractFormat) -> _EvenLevels | None:
     """Returns the distance of neighboring levels and the ends, or `None` if distances differ."""
     levels, _, above = _neighbors(format)
-    _, reached = levels_of(format)
+    _, reached = find_levels(format)
     grid, last = np.unique(levels[reached]), np.argmax(np.where(reached, levels, -np.inf))
     gaps = np.diff(grid)
     # Each level but the last has a neighbor above, so values round in every gap.
@@ -74,7 +74,7 @@ def _neighbors(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
     Two levels are neighbors only if values between them encode to both: some formats never round to zero.
     """
-    levels, reached = levels_of(format)
+    levels, reached = find_levels(format)
     levels = np.where(reached, levels, 0)
     codes = np.flatnonzero(reached)
     codes = codes[np.argsort(levels[codes], kind="stable")]

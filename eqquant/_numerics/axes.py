@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 
 def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
-    """Returns a single axis as a number, several as a tuple."""
+    """Returns a single axis as an integer, several as a tuple."""
     return axes[0] if len(axes) == 1 else axes
 
 

@@ -1,4 +1,4 @@
-"""Cuts an axis into blocks, and reduces each block to a number."""
+"""Cuts an axis into blocks, and reduces each block to one value."""
 
 from typing import Literal
 
@@ -68,7 +68,7 @@ def dequantize_values(
     zero_point: Float[Array, "*shape"] | None,
     offset: Float[Array, "*shape"] | None,
 ) -> Float[Array, "*shape"]:
-    """As `dequantize_blocks`, with numbers for each value. `None` changes nothing."""
+    """As `dequantize_blocks`, with a scale and a zero point for each value. `None` changes nothing."""
     values = values if zero_point is None else values - zero_point
     values = values if scale is None else values * scale
     return values if offset is None else values + offset

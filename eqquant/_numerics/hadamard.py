@@ -113,8 +113,8 @@ def _jacobsthal(prime: int) -> np.ndarray:
     squares = np.full(prime, -1.0)
     squares[np.arange(1, prime) ** 2 % prime] = 1
     squares[0] = 0
-    numbers = np.arange(prime)
-    return squares[(numbers[:, None] - numbers[None, :]) % prime]
+    index = np.arange(prime)
+    return squares[(index[:, None] - index[None, :]) % prime]
 
 
 def _hartley(size: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from rich.console import Console
 from .._array.array import is_quantized, QuantizedArray
 from .._array.codes import row_length
 from .._array.straight_through import value_of
-from .._formats.base import AbstractFormat, AbstractVectorFormat, levels_of
+from .._formats.base import AbstractFormat, AbstractVectorFormat, find_levels
 from .._numerics import packing
 from .._numerics.axes import as_axes, logical_order
 from .._numerics.blocks import dequantize_blocks
@@ -329,7 +329,7 @@ class _TrainableQuantized(eqx.Module):
         format, levels = self.q.format, self.q.format.decode(self.codes)
         if "codes" not in changes:
             return self.codes, levels
-        table, used = levels_of(format)
+        table, used = find_levels(format)
         gap = (table[used].max() - table[used].min()) / (used.sum() - 1)
         units = levels + changes["codes"] * float(gap * _LEVELS_PER_UNIT)
         codes = format.encode(jax.lax.stop_gradient(units))

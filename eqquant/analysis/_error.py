@@ -10,7 +10,7 @@ from rich.table import Table
 
 from .._array.array import QuantizedArray
 from .._array.value import AbstractArrayValue
-from .._formats.base import AbstractFormat, levels_of
+from .._formats.base import AbstractFormat, find_levels
 from .._numerics.axes import as_axes, memory_order
 from .._numerics.blocks import divide, expand
 from .._report import Report, report_table
@@ -199,7 +199,7 @@ def _dot(a: np.ndarray, b: np.ndarray) -> float:
 
 def list_levels(format: AbstractFormat) -> np.ndarray:
     """Returns the sorted levels of a format, before scale and zero point."""
-    levels, used = levels_of(format)
+    levels, used = find_levels(format)
     return np.unique(levels[used].astype(np.float64))
 
 

@@ -98,8 +98,8 @@ class BitPlan(Report, Mapping[str, AbstractFormat | QuantConfig | None]):
         what = "loss increase" if self.measured else "error"
         table = report_table("parameter", "stored as", "bits/weight", "size", what, text=2)
         for leaf in self.leaves:
-            numbers = (f"{leaf.bits:.2f}", show_bytes(leaf.nbytes), f"{leaf.increase:.3e}")
-            table.add_row(Name(leaf.group or ", ".join(leaf.paths)), escape(show_format(leaf.format)), *numbers)
+            cells = (f"{leaf.bits:.2f}", show_bytes(leaf.nbytes), f"{leaf.increase:.3e}")
+            table.add_row(Name(leaf.group or ", ".join(leaf.paths)), escape(show_format(leaf.format)), *cells)
         table.add_section()
         totals = (f"{self.bits:.3f}", show_bytes(self.nbytes), f"{self.increase:.3e}")
         table.add_row(
@@ -227,14 +227,14 @@ def _compile_plan_loss(
 ) -> Callable[[BitPlan], float]:
     """Returns a function that measures the loss of the model under a plan."""
     compute = compile_loss(model, loss, batch)
-    numbers = {leaf.path: (n, leaf.value) for n, leaf in enumerate(named_leaves(model))}
+    by_path = {leaf.path: (n, leaf.value) for n, leaf in enumerate(named_leaves(model))}
     axes = {path: leaf.axes for leaf in sensitivities.leaves for path in leaf.paths}
 
     def measure_plan(plan: BitPlan) -> float:
         replaced = {}
         for leaf in plan.leaves:
             for path in leaf.paths if leaf.format is not None else ():
-                place, value = numbers[path]
+                place, value = by_path[path]
                 w = Candidate([place], [path], value, axes[path])
                 replaced[place] = quantize_candidate(w, as_config(leaf.format)).dequantize()
         return check_loss(compute(replaced), "a plan")

@@ -53,7 +53,7 @@ def _find_layer(words: Sequence[str]) -> tuple[tuple[str, ...], int] | None:
 
 def _find_outer_layers(words: Iterable[Sequence[str]]) -> set[tuple[tuple[str, ...], int]]:
     """Returns the first and the last layer of each stack of layers."""
-    numbers: dict[tuple[str, ...], set[int]] = {}
+    stacks: dict[tuple[str, ...], set[int]] = {}
     for layer in filter(None, map(_find_layer, words)):
-        numbers.setdefault(layer[0], set()).add(layer[1])
-    return {(name, end) for name, indices in numbers.items() for end in (min(indices), max(indices))}
+        stacks.setdefault(layer[0], set()).add(layer[1])
+    return {(name, end) for name, indices in stacks.items() for end in (min(indices), max(indices))}

@@ -181,7 +181,7 @@ def sensitivity(
         replacements = {}
         for w, q in zip(members, quantized, strict=True):
             rounded = q.dequantize()
-            replacements.update(dict.fromkeys(w.numbers, rounded))
+            replacements.update(dict.fromkeys(w.indices, rounded))
             weights_changed = weights_changed or not np.array_equal(rounded, w.value)
         return check_loss(compute(replacements), f"{name} in {config!r}")
 
@@ -189,7 +189,7 @@ def sensitivity(
     if weights_changed and all(loss == base for row in rows for loss in row.losses):
         # All losses are equal, either because rounding hardly changes them or because `loss` ignores the weights. Only
         # the latter returns the same for weights of NaN.
-        nan_weights = {number: jnp.full_like(w.value, jnp.nan) for w in weights for number in w.numbers}
+        nan_weights = {index: jnp.full_like(w.value, jnp.nan) for w in weights for index in w.indices}
         with jax.debug_nans(False):
             if float(np.asarray(compute(nan_weights))) == base:
                 raise ValueError(
@@ -265,10 +265,10 @@ def weight_sensitivity(
 class Candidate(NamedTuple):
     """An array that `quantize_tree` would quantize.
 
-    It has the numbers and the paths of its leaves. The value is only a shape until it is read.
+    It has the indices and the paths of its leaves. The value is only a shape until it is read.
     """
 
-    numbers: list[int]
+    indices: list[int]
     paths: list[str]
     value: Array | np.ndarray
     axes: tuple[int, ...]
@@ -286,7 +286,7 @@ def _find_candidates(model: PyTree, where: Where | None, axis: int | Sequence[in
         if decision.format is not None:
             x = decision.leaf.value
             w = found.setdefault(id(x), Candidate([], [], x, decision.axes))
-            w.numbers.append(n)
+            w.indices.append(n)
             w.paths.append(decision.leaf.path)
     return list(found.values())
 
@@ -357,7 +357,7 @@ def compile_loss(
     compiled = eqx.filter_jit(loss)
 
     def compute(replacements: Mapping[int, Array]) -> PyTree:
-        new_leaves = [replacements.get(number, leaf) for number, leaf in enumerate(leaves)]
+        new_leaves = [replacements.get(n, leaf) for n, leaf in enumerate(leaves)]
         return compiled(jtu.tree_unflatten(treedef, new_leaves), batch)
 
     return compute

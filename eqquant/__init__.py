@@ -13,6 +13,7 @@ same model: it runs under every JAX transformation, trains, saves and shards, an
 - More: `eqquant.formats` (GGUF, MLX), `eqquant.arrays`, and `eqquant.extend` for formats and methods of your own.
 """
 
+import typing as _typing
 from importlib.metadata import version as _version
 
 from . import (
@@ -36,6 +37,7 @@ from ._array.serialize import (
     serialise_filter_spec as serialise_filter_spec,
 )
 from ._cache import QuantizedCache as QuantizedCache
+from ._errors import suggest_name as _suggest_name
 from ._formats import (
     Binary as Binary,
     Codebook as Codebook,
@@ -103,3 +105,13 @@ from .io._save import save as save
 __version__ = _version("eqquant")
 # The names above, which stand there as `x as x`: a type checker reads those.
 __all__ = [name for name in dir() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
+
+if not _typing.TYPE_CHECKING:  # a type checker would take every name
+
+    def __getattr__(name: str) -> object:
+        """Raises for an unknown name, and suggests ours."""
+        remedy = _suggest_name(name, (analysis, arrays, calibrate, extend, formats, io, transforms))
+        if not remedy:
+            raise AttributeError(f"module 'eqquant' has no attribute {name!r}")
+        # With `obj`, Python would add a guess of its own.
+        raise AttributeError(f"module 'eqquant' has no attribute {name!r}. {remedy}", name=name, obj=None)

@@ -4,6 +4,7 @@ import difflib
 import functools as ft
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any, TypeVar
 
 
@@ -50,6 +51,40 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {matches[0]!r}?" if matches else ""
 
 
+# What to write for names of other libraries that users try as `eqq.name`.
+_LAYERS = "Layers keep their classes, and their weights are quantized: "
+NAMES_ELSEWHERE = {
+    **dict.fromkeys(("Linear4bit", "Params4bit"), f"{_LAYERS}`eqq.quantize_tree(model, 'nf4')`."),
+    **dict.fromkeys(("Linear8bitLt", "QuantizedLinear", "QuantizedEmbedding"), f"{_LAYERS}`eqq.quantize_tree(model)`."),
+    **dict.fromkeys(("QuantizedTensor", "QTensor", "QArray"), "It is called `eqq.QuantizedArray`."),
+    **dict.fromkeys(("KVCache", "QuantizedKVCache"), "It is called `eqq.QuantizedCache`."),
+    **dict.fromkeys(("fake_quant", "FakeQuantize"), "It is called `eqq.fake_quantize`."),
+    **dict.fromkeys(("QuantizationConfig", "QuantizationRule"), "It is called `eqq.QuantConfig`."),
+    **dict.fromkeys(("get_peft_model", "LoraConfig"), "Write `eqq.loraify(model, rank=8, key=key)`."),
+    **dict.fromkeys(
+        ("adam8bit", "Adam8bit", "adamw8bit", "AdamW8bit", "AdamW4bit"),
+        "Write `eqq.quantize_state(optax.adamw(1e-3))`.",
+    ),
+    **dict.fromkeys(
+        ("quantize_", "quantize_model", "quantize_params"),
+        "Write `model = eqq.quantize_tree(model, 'int8')`, which returns a new model.",
+    ),
+    **dict.fromkeys(
+        ("Int8WeightOnlyConfig", "Int4WeightOnlyConfig"),
+        "A configuration is a format: `eqq.quantize_tree(model, eqq.Int8())`.",
+    ),
+    "Int8DynamicActivationInt8WeightConfig": "Write `eqq.quantize_tree(model, 'int8', activations='int8')`.",
+    "BitsAndBytesConfig": "A configuration is a format: `eqq.NF4(double_quant=True)`.",
+    "GPTQConfig": "Write `eqq.quantize_tree(model, 'int4', method=eqq.GPTQ(stats))`.",
+}
+
+
+def suggest_name(name: str, rooms: Iterable[ModuleType]) -> str:
+    """Returns where a name that `eqquant` does not have is, or our name for it, or ""."""
+    found = [room.__name__.replace("eqquant", "eqq") for room in rooms if name in dir(room) and name[0] != "_"]
+    return f"It is `{found[0]}.{name}`." if found else NAMES_ELSEWHERE.get(name, "")
+
+
 _SPELLINGS = {
     **dict.fromkeys(("bits", "num_bits", "nbits", "w_bit"), "bits"),
     **dict.fromkeys(("group_size", "block_size", "q_group_size"), "block_size"),
@@ -83,7 +118,15 @@ def check_keywords(cls: type, given: Iterable[str]) -> None:
         raise TypeError(f"`{cls.__name__}` has no argument `{unknown[0]}`. {hint or takes}")
 
 
-FORMAT_KEYWORDS = dict.fromkeys(_SPELLINGS, suggest_format)
+FORMAT_KEYWORDS = {
+    **dict.fromkeys(_SPELLINGS, suggest_format),
+    **dict.fromkeys(("fmt", "mode", "qtype", "quant_type", "bnb_4bit_quant_type"), "It is called `format`."),
+    **dict.fromkeys(
+        ("double_quant", "compress_statistics", "bnb_4bit_use_double_quant"),
+        "The format says that: write `eqq.NF4(double_quant=True)`.",
+    ),
+    "scale_dtype": "The format says that: write `eqq.Int4(scale_dtype='bfloat16')`.",
+}
 
 
 def suggest_keywords(**remedies: str | Callable[[Mapping[str, Any]], str]) -> Callable[[F], F]:

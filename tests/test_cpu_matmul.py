@@ -481,8 +481,10 @@ assert (x @ q.T == 256).all()
 print(eqq.explain_matmul(x, q.T).to_dict())
 """
     env = {**os.environ, "EQQUANT_CPU_ISA": "abacus"}
-    told = subprocess.run([sys.executable, "-c", code], check=True, env=env, capture_output=True, text=True).stdout
-    assert "EQQUANT_CPU_ISA is abacus, and this machine has generic" in told and "'implementation': 'xla'" in told
+    done = subprocess.run([sys.executable, "-c", code], check=True, env=env, capture_output=True, text=True)
+    problem = "EQQUANT_CPU_ISA is abacus, and this machine has generic"
+    assert problem in done.stdout and "'implementation': 'xla'" in done.stdout
+    assert done.stderr.count(f"UserWarning: {problem}") == 1 and "Native kernels are off." in done.stderr
 
 
 # Where they are missing

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import pathlib
 import re
+import warnings
 
 import jax
 
@@ -75,7 +76,9 @@ def _register(path: pathlib.Path) -> str | None:
     if library.eqquant_cpu_isa() is None:
         if os.environ.get("EQQUANT_CPU_ISA") == "none":
             return "native kernels are off: EQQUANT_CPU_ISA is none"
-        return f"{library.eqquant_cpu_isa_refusal().decode()}: unset it, or set another"
+        problem = f"{library.eqquant_cpu_isa_refusal().decode()}: unset it, or set another"
+        warnings.warn(f"{problem}. Native kernels are off.", stacklevel=2)
+        return problem
     jax.local_devices(backend="cpu")  # starts the backend
     for name in (MATMUL, MATMUL_INT8, DECODE, ENCODE, REDUCE):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")

@@ -102,6 +102,8 @@ def test_custom_norms_are_left_alone_but_wrapped_weights_are_not(getkey):
     [
         ({"layers.*": "int8"}, {"layers.0.weight": "int8", "layers.1.weight": "int8"}),
         ({"layers.0.*": None, "layers.*": "int4"}, {"layers.1.weight": "int4"}),
+        ({"layers.0": None, "layers": "int4"}, {"layers.1.weight": "int4"}),  # layers, for all leaves inside
+        ({"layers.?": "int8", "layers.?.*": "int4"}, {"layers.0.weight": "int8", "layers.1.weight": "int8"}),
         ({"layers.0.*": "int8", "layers.*": "int4"}, {"layers.0.weight": "int8", "layers.1.weight": "int4"}),
         ({re.compile(r"cell\.weight_(ih|xx)"): eqq.Int8()}, {"cell.weight_ih": "int8"}),
         ({re.compile("emb"): "q8_0", "conv.*": "mxfp4"}, {"embedding.weight": "q8_0", "conv.weight": "mxfp4"}),
@@ -122,7 +124,7 @@ def test_a_glob_matches_whole_paths_and_a_regular_expression_is_searched_for(mod
         *("embedding.weight", "conv.weight", "layers.0.weight", "layers.1.weight")
     }
     with pytest.raises(ValueError, match="pattern"):
-        eqq.quantize_tree(model, {"layers": "int8"})
+        eqq.quantize_tree(model, {"ayers": "int8"})
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from .._tree.select import (
     show_pattern,
     show_refusals,
     Where,
+    widen_rules,
 )
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding, part_reason
 from .._types import PyTree
@@ -101,7 +102,7 @@ def loraify(
     - `rank`: $r$, the number of columns of $B$ and of rows of $A$. It is at most the number of inputs and of outputs of
         a weight, with the same scale $\alpha / r$. Or a mapping `{pattern: rank or None}`, where the first pattern that
         matches the path of a weight, or of a layer that holds it, wins; `None` gives a weight no factors, and so does
-        no match. Patterns are those of [`eqquant.quantize_tree`][].
+        no match. Patterns are as for [`eqquant.quantize_tree`][].
     - `alpha`: $\alpha$, the numerator of the scale.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By
         default, every quantized array; or, if the model has none, every weight that [`eqquant.quantize_tree`][] would
@@ -143,7 +144,7 @@ def loraify(
 def _choose_ranks(rank: Ranks, selections: Sequence[Selection]) -> tuple[list[Selection], dict[str, int]]:
     """Returns the selection without leaves that get no rank, and the rank of each, by path."""
     leaves = [leaf for leaf, _ in selections]
-    rules = {_match_layers(p, leaves): r for p, r in rank.items()} if isinstance(rank, Mapping) else {}
+    rules = widen_rules(rank, leaves) if isinstance(rank, Mapping) else {}
     for r in rules.values() if rules else [rank]:
         if r is not None and (isinstance(r, bool) or not isinstance(r, int) or r < 1):
             raise ValueError(f"`rank` must be a whole number, at least 1. Got {r}.")
@@ -159,14 +160,6 @@ def _choose_ranks(rank: Ranks, selections: Sequence[Selection]) -> tuple[list[Se
             ranks[leaf.path] = wanted
         chosen.append(Selection(leaf, reason))
     return chosen, ranks
-
-
-def _match_layers(pattern: Pattern, leaves: Sequence[Leaf]) -> Pattern:
-    """Returns a pattern of weights. A pattern of a layer becomes one of all weights inside."""
-    if not isinstance(pattern, str) or any(matches(pattern, leaf) for leaf in leaves):
-        return pattern
-    pattern_inside = f"{pattern}.*"
-    return pattern_inside if any(matches(pattern_inside, leaf) for leaf in leaves) else pattern
 
 
 def _make_default_skip(model: PyTree) -> Callable[[Leaf], str | None]:

@@ -32,6 +32,7 @@ from .select import (
     Selection,
     show_pattern,
     Where,
+    widen_rules,
 )
 from .sizes import as_struct, no_smaller_reason
 from .statistics import InputStatistics
@@ -294,10 +295,12 @@ def _make_chooser(
 
     if isinstance(format, Mapping):
         eligible = [leaf for leaf, refusal in selections if refusal is None]
-        check_patterns(format, [leaf for leaf, _ in selections], "format")
-        check_order(format, eligible, "format")
+        leaves = [leaf for leaf, _ in selections]
+        formats = widen_rules(format, leaves)
+        check_patterns(formats, leaves, "format")
+        check_order(formats, eligible, "format")
         rules: list[tuple[Pattern, _Choice]] = []
-        for pattern, f in format.items():
+        for pattern, f in formats.items():
             reason = f"rule {show_pattern(pattern)!r}"
             rule = _Choice(None, reason) if f is None else choice(as_config(f), reason)
             # A pattern that matches only leaves that stay in float by name is meant for these.

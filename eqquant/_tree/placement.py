@@ -13,7 +13,7 @@ from .._array.sharding import leaf_shardings
 from .._mesh import as_named, full_spec, place
 from .._types import PyTree
 from .leaves import DenseArray, Leaf, named_leaves, replace_leaves
-from .select import check_order, check_patterns, matches, Pattern
+from .select import check_order, check_patterns, matches, Pattern, widen_rules
 
 
 Spec = NamedSharding | PartitionSpec
@@ -102,9 +102,10 @@ def _list_specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> l
         raise TypeError(f"`shardings` must be rules, a function or a tree. Got {shardings!r}. Write {{'*': ...}}.")
     is_spec = lambda x: x is None or isinstance(x, (NamedSharding, PartitionSpec))
     if isinstance(shardings, Mapping) and all(map(is_spec, shardings.values())):
-        check_patterns(shardings, leaves, "shardings")
-        check_order(shardings, leaves, "shardings")
-        first = lambda leaf: next((spec for pattern, spec in shardings.items() if matches(pattern, leaf)), None)
+        rules = widen_rules(shardings, leaves)
+        check_patterns(rules, leaves, "shardings")
+        check_order(rules, leaves, "shardings")
+        first = lambda leaf: next((spec for pattern, spec in rules.items() if matches(pattern, leaf)), None)
         return [first(leaf) for leaf in leaves]
     if callable(shardings) and jtu.all_leaves([shardings]):  # a model may be callable too
         return [shardings(leaf.path, leaf.value) for leaf in leaves]

@@ -5,8 +5,8 @@ import difflib
 import fnmatch
 import re
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -17,6 +17,7 @@ from .leaves import abbreviate_list, identity_key, Leaf, named_leaves, replace_l
 from .weights import default_skip_reason, ineligible_reason
 
 
+_T = TypeVar("_T")
 Where = Callable[[PyTree], PyTree]
 Pattern = str | re.Pattern[str]
 
@@ -116,6 +117,22 @@ def matches(pattern: Pattern, leaf: Leaf) -> bool:
     if isinstance(pattern, re.Pattern):
         return any(pattern.search(path) is not None for path in leaf.paths)
     return any(fnmatch.fnmatchcase(path, pattern) for path in leaf.paths)
+
+
+def widen_pattern(pattern: Pattern, leaves: Sequence[Leaf]) -> Pattern:
+    """Returns a pattern of leaves. A glob for layers becomes one for all leaves inside."""
+    if not isinstance(pattern, str) or any(matches(pattern, leaf) for leaf in leaves):
+        return pattern
+    inside = f"{pattern}.*"
+    return inside if any(matches(inside, leaf) for leaf in leaves) else pattern
+
+
+def widen_rules(rules: Mapping[Any, _T], leaves: Sequence[Leaf]) -> dict[Pattern, _T]:
+    """Returns rules with patterns of leaves, as `widen_pattern` does; the first of equal ones."""
+    widened: dict[Pattern, _T] = {}
+    for pattern, value in rules.items():
+        widened.setdefault(widen_pattern(pattern, leaves), value)
+    return widened
 
 
 def show_pattern(pattern: Pattern) -> str:

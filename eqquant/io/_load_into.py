@@ -19,7 +19,7 @@ from .._array.value import AbstractArrayValue
 from .._errors import did_you_mean
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._tree.placement import move, resolve_shardings, Shardings
-from .._tree.select import check_patterns, matches, Pattern
+from .._tree.select import check_patterns, matches, Pattern, widen_pattern
 from .._types import PyTree
 from .._wrappers.concatenate import concatenate, split, stack
 from .._wrappers.permuted import PermutedArray
@@ -179,6 +179,7 @@ class _Plan:
         self.model, self.dequantize = model, dequantize
         self.leaves = list(named_leaves(model, is_packed))
         self.sources = _sources(checkpoint)
+        keep = [widen_pattern(pattern, self.leaves) for pattern in keep]
         check_patterns(keep, self.leaves, "keep")
         self.places = {leaf.path: entry for leaf in self.leaves if (entry := _place(leaf)) is not None}
         self.kept = tuple(

@@ -19,9 +19,11 @@ from jax.sharding import PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._array.checks import check_quantizable
+from eqquant._errors import NAMES_ELSEWHERE
 from eqquant._formats.base import as_format
 
 from .helpers import FORMATS, weights
+from .test_architecture import PUBLIC
 
 
 @pytest.fixture
@@ -246,6 +248,13 @@ class TestTree:
             ("skip", "To leave leaves in float, write rules"),
             ("bits", "write `eqq.Int4()`"),
             ("formt", "Did you mean 'format'?"),
+            ("act_format", "It is called `activations`."),
+            ("config", "Pass it as the format: an `eqq.QuantConfig`, or rules"),
+            ("filter_fn", "Pass a function as the format: `lambda path, leaf:"),
+            ("calibration_data", "`method=eqq.GPTQ(stats)`"),
+            ("load_in_4bit", "write 'nf4' or 'int8'"),
+            ("quant_type", "It is called `format`."),
+            ("double_quant", "write `eqq.NF4(double_quant=True)`"),
         ],
     )
     def test_unknown_keyword(self, call, w, keyword, remedy):
@@ -311,6 +320,43 @@ SNIPPETS = {
     "skip": ("eqq.quantize_tree([w], skip=['0'])", "TypeError: `quantize_tree` has no argument `skip`. To leave"),
     "rule of a number": ("eqq.plan_tree([w], {0: 'int8'})", "TypeError: The keys of `format` must be globs"),
     "fp8": ("eqq.FP8('e3m4')", "ValueError: `kind` must be one of e4m3, e5m2"),
+    "dtype of codes": (
+        "eqq.quantize_tree([w], dtype='int8')",
+        "TypeError: `dtype` must be floating point. Got int8. It is the dtype that codes dequantize to.",
+    ),
+    "dtype of a format": ("eqq.quantize(w, dtype='nf4')", "TypeError: `dtype` must be floating point. Got 'nf4'."),
+    "requantize to a format": (
+        "eqq.requantize(eqq.quantize(w), 'int8')",
+        "TypeError: `x` must be new values for `q`. Got the format 'int8'. To change the format, write "
+        "`eqq.quantize(q.dequantize(), 'int8')`.",
+    ),
+    "method of a transform": (
+        "eqq.quantize_tree([w], 'int4', method=eqq.transforms.AWQ)",
+        "TypeError: `method` must be a method, such as `eqq.MSE()`. Got AWQ. That changes the float model: write "
+        "`model = eqq.transforms.smooth(model, eqq.transforms.AWQ(stats))` first.",
+    ),
+    "method of a transform with statistics": (
+        "eqq.quantize_tree([w], 'int4', method=eqq.transforms.SmoothQuant({}))",
+        "TypeError: `method` must be a method, such as `eqq.MSE()`. Got a SmoothQuant. That changes the float model",
+    ),
+    "method of a function": (
+        "eqq.quantize_tree([w], 'int4', method=eqq.transforms.rotate)",
+        "TypeError: `method` must be a method, such as `eqq.MSE()`. Got rotate. That changes the float model: write "
+        "`model = eqq.transforms.rotate(model)` first.",
+    ),
+    "method of a format": (
+        "eqq.quantize_tree([w], method=eqq.Int4())",
+        "TypeError: `method` must be a method, such as `eqq.MSE()`. Got the format Int4(). Pass it as `format`.",
+    ),
+    "method of statistics": (
+        "eqq.quantize(w, method={'w': 1})",
+        "TypeError: `method` must be a method, such as `eqq.MSE()`. Got a dict. Statistics go into a method",
+    ),
+    "smooth by a class": (
+        "eqq.transforms.smooth([w], eqq.transforms.AWQ)",
+        "TypeError: `method` must be an `eqq.transforms.AWQ` or an `eqq.transforms.SmoothQuant`, with statistics. Got "
+        "AWQ. Write `stats = ",
+    ),
     "mxfp8": ("eqq.MXFP8('e3m4')", "ValueError: `kind` must be e4m3 or e5m2. Got 'e3m4'"),
     "fp8 block": ("eqq.FP8(block_size=0)", "ValueError: `block_size` of FP8 must be None"),
 }
@@ -342,6 +388,39 @@ def test_without_a_type_checker(outcomes, name):
     assert outcomes[name].startswith(SNIPPETS[name][1]), outcomes[name]
 
 
+# Names of other libraries
+
+
+@pytest.mark.parametrize(
+    "name, remedy",
+    [
+        ("AWQ", "It is `eqq.transforms.AWQ`."),
+        ("SmoothQuant", "It is `eqq.transforms.SmoothQuant`."),
+        ("collect_stats", "It is `eqq.calibrate.collect_stats`."),
+        ("Q4_K", "It is `eqq.formats.Q4_K`."),
+        ("LoraArray", "It is `eqq.arrays.LoraArray`."),
+        *NAMES_ELSEWHERE.items(),
+    ],
+)
+def test_names_of_other_libraries(name, remedy):
+    with pytest.raises(AttributeError) as e:
+        getattr(eqq, name)
+    assert str(e.value) == f"module 'eqquant' has no attribute {name!r}. {remedy}"
+    ours = re.findall(r"eqq\.([\w.]*\w)", remedy)
+    assert ours and name not in PUBLIC and set(ours) <= set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", ["nf5", "_Calibrator", "__wrapped__", "Stats"])
+def test_names_of_nothing(name):
+    with pytest.raises(AttributeError, match=f"^module 'eqquant' has no attribute '{name}'$"):
+        getattr(eqq, name)
+
+
+def test_python_adds_no_guess_to_a_remedy():
+    done = subprocess.run([sys.executable, "-c", "import eqquant; eqquant.AWQ"], capture_output=True, text=True)
+    assert done.stderr.rstrip().endswith("It is `eqq.transforms.AWQ`.")
+
+
 def test_the_original_survives_every_error(w):
     tree = {"a": w, "b": w.at[0, 0].set(jnp.nan)}
     before = jtu.tree_leaves(tree)
@@ -362,6 +441,11 @@ def test_formats_pass_through(w):
         ("fp4", "'mxfp4' or 'nvfp4'"),
         ("int7", "'int8', or 'int6'"),
         ("gptq", "names a method, not a format"),
+        ("int8_dynamic", "write 'int8', and pass `activations='int8'` to `quantize_tree`"),
+        ("w4a8", "write 'int4', and pass `activations='int8'`"),
+        ("int4_weight_only", "Weight-only quantization is the default: write 'int4'."),
+        ("w8a16", "write 'int8'."),
+        ("4-bit", "write 'nf4' or 'int4'"),
         ("q4_k_m", "write 'q4_k'"),
         ("itn8", "Did you mean 'int8'?"),
     ],

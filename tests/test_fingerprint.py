@@ -74,6 +74,15 @@ def test_another_weight(model, stats, use, other):
     USES[use](OTHERS[other](model), stats.without_fingerprints())
 
 
+@pytest.mark.parametrize("transform", ["smooth", "rotate"])
+def test_from_before_a_transform(model, stats, transform):
+    """The path of a weight changes with its inputs, if these are transformed in the product."""
+    transforms = {"smooth": lambda: eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats))}
+    changed = transforms.get(transform, lambda: eqq.transforms.rotate(model))()
+    with pytest.raises(ValueError, match="Got statistics of layers.0.weight from before `smooth` or `rotate`.*again"):
+        eqq.quantize_tree(changed, "int4", method=eqq.GPTQ(stats))
+
+
 @pytest.mark.parametrize("use", USES)
 def test_the_same_weight(model, stats, use):
     USES[use](model, stats)

@@ -521,7 +521,8 @@ def test_methods_by_name():
         "gptq": r"must come with statistics.*collect_stats.*`method=eqq.GPTQ\(stats\)`",
         "learned_rounding": r"eqq.LearnedRounding\(stats\)",
         "awq": r"eqq.transforms.smooth\(model, eqq.transforms.AWQ\(stats\)\)",
-        "smooth_quant": "changes the float model before",
+        "smooth_quant": r"changes the float model: write .*eqq.transforms.SmoothQuant\(stats\)",
+        "rotate": r"`model = eqq.transforms.rotate\(model\)` first",
         "gptk": "one of absmax.*Got 'gptk'. Did you mean",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32, PRNGKeyArray
 
-from .._errors import did_you_mean, Message
+from .._errors import did_you_mean, Message, name_type
 from .._formats.base import AbstractFormat, AbstractVectorFormat, find_levels, has_offsets, has_zero_points
 from .._mesh import explicit_mesh
 from .._methods import AbsMax, AbstractMethod, HQQ, JointMSE, MSE
@@ -36,7 +36,13 @@ _MAX_CLIP_ERROR = 0.75
 MethodLike = AbstractMethod | str
 _METHODS = {"absmax": AbsMax, "mse": MSE, "joint_mse": JointMSE, "hqq": HQQ}
 _NEED_INPUTS = {"gptq": "GPTQ", "learned_rounding": "LearnedRounding"}
-_TRANSFORMS = {"awq": "AWQ", "smoothquant": "SmoothQuant"}
+# What changes the float model instead, by its name in lower case.
+_TRANSFORMS = {
+    "awq": "smooth(model, eqq.transforms.AWQ(stats))",
+    "smoothquant": "smooth(model, eqq.transforms.SmoothQuant(stats))",
+    "smooth": "smooth(model, eqq.transforms.AWQ(stats))",
+    "rotate": "rotate(model)",
+}
 
 
 def as_method(method: object) -> AbstractMethod:
@@ -53,7 +59,7 @@ def as_method(method: object) -> AbstractMethod:
     if isinstance(method, type) and issubclass(method, AbstractMethod):
         raise TypeError(f"`method` must be an instance. Got the class {method.__name__}. Write `{method.__name__}()`.")
     if not isinstance(method, AbstractMethod):
-        raise TypeError(f"`method` must be a method, such as `eqq.MSE()`. Got a {type(method).__name__}.")
+        raise TypeError(f"`method` must be a method, such as `eqq.MSE()`. {_suggest_method(method)}")
     name, is_mapping = type(method).__name__, lambda x: isinstance(x, Mapping)
     for field in dataclasses.fields(method):
         if field.metadata.get("static", False):
@@ -68,6 +74,22 @@ def as_method(method: object) -> AbstractMethod:
     return method
 
 
+def _suggest_transform(name: str) -> str | None:
+    """Returns how to apply what changes the float model, such as AWQ; `None` for another name."""
+    call = _TRANSFORMS.get(name.lower().replace("-", "").replace("_", ""))
+    return call and f"That changes the float model: write `model = eqq.transforms.{call}` first."
+
+
+def _suggest_method(x: object) -> str:
+    """Describes an argument that is not a method, and says where it belongs."""
+    if isinstance(x, AbstractFormat):
+        return f"Got the format {x!r}. Pass it as `format`."
+    if isinstance(x, Mapping):
+        return f"Got {name_type(x)}. Statistics go into a method that uses them: `method=eqq.GPTQ(stats)`."
+    name = getattr(x, "__name__", None)  # of a class or a function
+    return f"Got {name or name_type(x)}. {_suggest_transform(name or type(x).__name__) or ''}".rstrip()
+
+
 def _find_method(name: str) -> AbstractMethod:
     key = name.lower().replace("-", "_")
     if key in _METHODS:
@@ -76,15 +98,10 @@ def _find_method(name: str) -> AbstractMethod:
     if key in _NEED_INPUTS:
         raise ValueError(
             f"`method={name!r}` must come with statistics of the inputs of each weight. Got a name alone. Collect "
-            f"them, "
-            f"{collect}, and pass `method=eqq.{_NEED_INPUTS[key]}(stats)`."
+            f"them, {collect}, and pass `method=eqq.{_NEED_INPUTS[key]}(stats)`."
         )
-    if (transform := key.replace("_", "")) in _TRANSFORMS:
-        raise ValueError(
-            f"`method` must be a method, and {_TRANSFORMS[transform]} changes the float model before. Got {name!r}. "
-            f"Write "
-            f"`model = eqq.transforms.smooth(model, eqq.transforms.{_TRANSFORMS[transform]}(stats))` first."
-        )
+    if (transform := _suggest_transform(name)) is not None:
+        raise ValueError(f"`method` must be the name of a method. Got {name!r}. {transform}")
     known = (*_METHODS, *_NEED_INPUTS)
     raise ValueError(
         f"`method` must be one of {', '.join(known)}, or a method such as `eqq.MSE()`. Got {name!r}. "
@@ -181,8 +198,17 @@ def describe_argument(x: object) -> str:
 
 def check_dtype(dtype: DTypeLike | None) -> None:
     """Raises if a logical dtype is not floating point."""
-    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise TypeError(f"`dtype` must be floating point. Got {jnp.dtype(dtype)}. It is what the codes dequantize to.")
+    if dtype is None:
+        return
+    try:
+        is_float, shown = jnp.issubdtype(jnp.dtype(dtype), jnp.floating), str(jnp.dtype(dtype))
+    except TypeError:  # not the name of a dtype, but perhaps of a format
+        is_float, shown = False, repr(dtype)
+    if not is_float:
+        raise TypeError(
+            f"`dtype` must be floating point. Got {shown}. It is the dtype that codes dequantize to. The type of codes "
+            "is the `format`: `format='int8'`."
+        )
 
 
 def check_finite(x: Array, name: str = "`x`") -> None:

@@ -44,6 +44,7 @@ _CHUNK_SIZE = 2**19
 @suggest_keywords(
     **FORMAT_KEYWORDS,
     dim="It is called `axis`.",
+    activations="That is for models: `eqq.quantize_tree(model, 'int8', activations='int8')`.",
 )
 def quantize(
     x: Float[ArrayLike, "..."],
@@ -284,6 +285,11 @@ def requantize(
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"`q` must be a quantized array. Got {describe_argument(q)}. {suggest_quantized(q)}")
+    if isinstance(x, (str, AbstractFormat)):
+        raise TypeError(
+            f"`x` must be new values for `q`. Got the format {x!r}. To change the format, write "
+            f"`eqq.quantize(q.dequantize(), {x!r})`."
+        )
     values, _ = check_quantizable(x, as_axes(q.axis))
     if values.shape != q.shape:
         raise ValueError(f"`x` must have the shape of `q`, {q.shape}. Got {values.shape}.")

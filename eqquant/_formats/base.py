@@ -374,6 +374,23 @@ _REMEDIES = {
     "fp4": "For 4-bit floats write 'mxfp4' or 'nvfp4'; for normal floats 'nf4'.",
     "fp16": "float16 needs no quantization: cast with `astype`.",
     "bf16": "bfloat16 needs no quantization: cast with `astype`.",
+    "float8": "For 8-bit floats write 'fp8'.",
+    "4bit": "For four bits write 'nf4' or 'int4'.",
+    "8bit": "For eight bits write 'int8' or 'fp8'.",
+    **{
+        name: f"For dynamic quantization write '{format}', and pass `activations='{activations}'` to `quantize_tree`."
+        for names, format, activations in (
+            (("int8dynamic", "w8a8"), "int8", "int8"),
+            (("int4dynamic", "w4a8"), "int4", "int8"),
+            (("fp8dynamic", "float8dynamic"), "fp8", "fp8"),
+        )
+        for name in names
+    },
+    **{
+        f"{prefix}{bits}{suffix}": f"Weight-only quantization is the default: write 'int{bits}'."
+        for bits in (4, 8)
+        for prefix, suffix in (("int", "weightonly"), ("w", "a16"))
+    },
     "int7": "For seven bits write 'int8', or 'int6'.",
     "int1": "For one bit write 'binary'.",
     **dict.fromkeys(("gptq", "awq", "hqq", "mse", "absmax"), _OF_METHODS),

@@ -84,6 +84,12 @@ class AbstractMethod(eqx.Module):
         if not isinstance(self.inputs, Mapping):
             return own
         if path not in self.inputs:
+            if (base := path.removesuffix(".array")) in self.inputs:
+                raise InputsError(
+                    f"`inputs` of {type(self).__name__} must be statistics of this model as it is now",
+                    f"statistics of {base} from before `smooth` or `rotate`",
+                    "Collect them again, on the model that you quantize.",
+                )
             raise InputsError(
                 f"`inputs` of {type(self).__name__} must hold statistics of every leaf that it quantizes",
                 f"none for {path}",

@@ -36,6 +36,23 @@ from .summary import make_quantized_row, make_rows
 
 _REMEDIES = {
     **dict.fromkeys(
+        ("act_format", "act_qtype", "activation", "activation_format", "act_dtype"), "It is called `activations`."
+    ),
+    **dict.fromkeys(
+        ("config", "quant_config", "quantization_config", "rules"),
+        'Pass it as the format: an `eqq.QuantConfig`, or rules such as `{"*.mlp.*": "int4", "*": "int8"}`.',
+    ),
+    **dict.fromkeys(
+        ("filter_fn", "predicate", "class_predicate"),
+        'Pass a function as the format: `lambda path, leaf: "int4" if "mlp" in path else None`.',
+    ),
+    **dict.fromkeys(
+        ("stats", "statistics", "dataset", "calibration_data", "batches"),
+        "Statistics go into a method: `stats = eqq.calibrate.collect_stats(model, batches, gram=True)`, then "
+        "`method=eqq.GPTQ(stats)`.",
+    ),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "The format says that: write 'nf4' or 'int8'."),
+    **dict.fromkeys(
         ("skip", "exclude", "ignore", "modules_to_not_convert"),
         'To leave leaves in float, write rules, these first: `{"layers.2.*": None, "*": "nf4"}`.',
     ),
@@ -78,9 +95,9 @@ def quantize_tree(
     - `format`: the format to quantize to. One format or its lower-case name for every weight; or a mapping
         `{pattern: format or None}`, where the first pattern that matches the leaf's path wins and `None` leaves the
         leaf in float; or a function `(path, leaf) -> format or None`. A path reads `layers.0.weight`; a pattern is a
-        glob (`"*.attention.*"`), which matches the whole path, or a compiled regular expression, which may match any
-        part of it. Both match a path with or without the key of a wrapper, such as `value` in Flax's `bias.value`. A
-        leaf that no pattern matches stays in float.
+        glob (`"*.attention.*"`), which matches the whole path of a leaf, or of a layer that holds it; or a compiled
+        regular expression, which may match any part of it. Both match a path with or without the key of a wrapper, such
+        as `value` in Flax's `bias.value`. A leaf that no pattern matches stays in float.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; only these are quantized. A selected leaf is
         always quantized, even a bias. In a selected node, and in the whole tree without `where`, only weights are:
         floating point arrays with two or more dimensions longer than one, except biases and the parameters of

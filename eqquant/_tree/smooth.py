@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32
 
 from .._array.checks import as_jax_array, as_method
 from .._array.quantize import quantize_array
+from .._errors import name_type
 from .._formats.base import AbstractFormat, as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.fingerprint import check_same_weight
@@ -280,9 +281,11 @@ def smooth(
     message names the leaf, and nothing is changed.
     """
     if not isinstance(method, AbstractSmoothing):
+        got = repr(method) if isinstance(method, str) else getattr(method, "__name__", name_type(method))
         raise TypeError(
-            f"`method` must be an `eqq.transforms.AWQ` or an `eqq.transforms.SmoothQuant`, with statistics. Got "
-            f"{method!r}."
+            "`method` must be an `eqq.transforms.AWQ` or an `eqq.transforms.SmoothQuant`, with statistics. Got "
+            f"{got}. Write `stats = eqq.calibrate.collect_stats(model, batches, gram=True)`, then "
+            "`eqq.transforms.AWQ(stats)`."
         )
     selections, weights = select_weights(model, where, axis)
     if axis is None:

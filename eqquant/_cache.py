@@ -100,9 +100,7 @@ class QuantizedCache(eqx.Module):
         """
         shape = _check_shape(shape)
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"`dtype` must be of floats. Got {jnp.dtype(dtype)}. `keys` and `values` say what is stored."
-            )
+            raise TypeError(f"`dtype` must be of floats. Got {jnp.dtype(dtype)}. `keys` and `values` are the formats.")
         key_format = None if keys is None else as_format(keys, "keys")
         value_format = key_format if values is None else as_format(values, "values")
         if window is not None and not _is_integer(window):

@@ -263,7 +263,7 @@ def run_suite(size: int = 4096) -> Comparison:
 
     **Returns:**
 
-    A report with a row for each benchmark, as that of [`eqquant.analysis.compare_formats`][].
+    A report with a row for each benchmark, like the report of [`eqquant.analysis.compare_formats`][].
 
     **Raises:**
 

@@ -77,7 +77,7 @@ _DEFAULTS = {None: "nf4", "bitsandbytes": "nf4", "compressed-tensors": "int4", "
 _DEFAULTS |= {"gguf": "q4_0"}
 
 
-def format_of(
+def choose_format(
     format: str | None, bits: int | None, group_size: int | None, dialect: str | None = None
 ) -> eqq.extend.AbstractFormat:
     """Returns the format of `--format`, or `--bits` and `--group-size`, or the default of `--dialect`."""

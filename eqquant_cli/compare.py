@@ -27,7 +27,7 @@ def compare(
 ) -> None:
     """Compares two checkpoints.
 
-    Prints how far the arrays of one are from those of the same names in the other.
+    Prints how far the arrays of one are from the arrays of the same names in the other.
 
     Example: eqquant compare model.safetensors model.nf4.safetensors
     """

@@ -13,7 +13,7 @@ from .output import print_table
 def formats(json: Json = False) -> None:
     """Lists the formats.
 
-    For each: its name with its fields and their defaults, bits per weight, and what it is.
+    For each: its name with its fields and their defaults, bits per weight, and a description.
 
     Example: eqquant formats
     """
@@ -39,7 +39,7 @@ def formats(json: Json = False) -> None:
         typer.echo(json_.dumps(rows, indent=1))
         return
     shown = [(f"{row['name']}({row['fields']})", _bits(row["bits"]), row["what"]) for row in rows]
-    print_table(("format", "bits/weight", "what it is"), shown, numeric=(1,))
+    print_table(("format", "bits/weight", "description"), shown, numeric=(1,))
     typer.echo("Bits per weight include scales, in a row of 4096 weights.")
 
 

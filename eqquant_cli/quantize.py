@@ -17,7 +17,7 @@ def quantize(
     bits: Annotated[int | None, typer.Option(help="Integers of so many bits, instead of --format.")] = None,
     group_size: Annotated[int | None, typer.Option(help="With --bits: how many weights share a scale.")] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Mixes formats within so many bits per weight, those of --rule included.")
+        float | None, typer.Option(help="Mixes formats within this many bits per weight, rules included.")
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="A pattern of names to leave as they are.")] = None,
     rule: Annotated[list[str] | None, typer.Option(help="'PATTERN=FORMAT', before --format; the first wins.")] = None,
@@ -49,7 +49,7 @@ def quantize(
         if arguments.left(weights, rules):
             rules = {**rules, **make_plan(checkpoint, budget, axis, found_by, dialect=dialect, rules=rules)}
     else:
-        found = arguments.format_of(format, bits, group_size, dialect)
+        found = arguments.choose_format(format, bits, group_size, dialect)
         rules = arguments.parse_rules(found, rule or (), skip or (), weights, dialect)
     if dry_run:
         from eqquant.io._convert import plan

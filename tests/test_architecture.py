@@ -208,6 +208,19 @@ def test_no_name_begins_with_of():
     assert found == set()
 
 
+# Words that once stood for others: a cotangent, indices, the traced body of a loop.
+OLD_WORDS = {"dy", "numbers", "_Program"}
+ENDS_IN_OF = {"value_of", "_value_of", "gradient_of"}  # read with their argument
+
+
+def test_no_old_word(path):
+    """A function is a verb, `find_axes`, not the axes "of" its argument; an entry has an index, a set a count."""
+    nodes = [n for n in parse_nodes(path) if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.arg | ast.Name)]
+    names = {getattr(n, "name", None) or getattr(n, "arg", None) or getattr(n, "id", "") for n in nodes}
+    assert {name for name in names if re.search(r"[a-z]_of$", name)} <= ENDS_IN_OF
+    assert names & OLD_WORDS == set()
+
+
 def test_the_first_line_of_a_docstring_is_short(path):
     """One sentence under 90 characters, then a blank line: an editor shows nothing more."""
     documented = [n for n in parse_nodes(path) if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.Module)]

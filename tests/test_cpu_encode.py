@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._formats.steps import steps_of
+from eqquant._formats.steps import find_steps
 from eqquant._methods.encode import quantize_packed
 from eqquant._native import library as native
 from eqquant._native.steps import float_order, order_to_float
@@ -116,7 +116,7 @@ def test_sixteen_bits(getkey, by_xla):
 def test_steps(name):
     """The steps of a format give the codes of its `encode`, for floats of all magnitudes and around every step."""
     format = FORMATS[name].format
-    steps = steps_of(format)
+    steps = find_steps(format)
     bits = np.random.default_rng(0).integers(0, 2**32, 2**14, dtype=np.uint32).view(np.float32)
     near = order_to_float((steps.thresholds[:, None] + np.arange(-2, 3)).ravel().astype(np.int32))
     x = np.concatenate([bits, near, np.array([0.0, -0.0, np.inf, -np.inf], np.float32)])

@@ -16,7 +16,7 @@ from eqquant.calibrate import collect_stats
 from .helpers import weights
 
 
-CHANGED = r"now\. Got those of other values of .*, which has changed by about .* since.*without_fingerprints"
+CHANGED = r"now\. Got statistics of other values of .*, which has changed by about .* since.*without_fingerprints"
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def test_round_trip(getkey, name):
 @pytest.mark.parametrize(
     "like, got",
     [
-        (lambda w: eqq.quantize(w, "int4"), r"must hold what the skeleton has: Int4\(.*Got NF4\("),
+        (lambda w: eqq.quantize(w, "int4"), r"must hold an array as in the skeleton: Int4\(.*Got NF4\("),
         (lambda w: eqq.quantize(w, eqq.NF4(block_size=32)), "block_size=32.*Got NF4.*block_size=64"),
         (lambda w: eqq.quantize(w, "nf4", axis=0), r"axis=-2.*Got NF4\(.*axis=-1"),
         (lambda w: eqq.quantize(w[:, :127], "nf4"), r"lengths=\(127,\).*Got NF4\(.*lengths=\(128,\)"),

@@ -1,4 +1,4 @@
-"""Breaks the native kernels in thousands of small ways, one at a time, and reports what no test notices.
+"""Breaks the native kernels in thousands of small ways, one at a time, and reports changes that no test notices.
 
 All mutants of some folders are compiled at once, and a variable of the environment chooses the one that runs
 (`native/tests/mutants.h`). A mutant is killed if `unit` or `fuzz` fails, crashes or takes too long.

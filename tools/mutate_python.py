@@ -1,4 +1,4 @@
-"""Breaks Python files in small ways, one at a time, and reports what no test notices.
+"""Breaks Python files in small ways, one at a time, and reports changes that no test notices.
 
 Each mutant is a copy of the package with one file changed, and runs the tests that concern the file.
 

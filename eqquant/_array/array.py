@@ -141,7 +141,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
             new = tuple(self.size // math.prod(d for d in new if d != -1) if d == -1 else d for d in new)
         # `jnp.reshape` calls this method with keywords that only a dense array supports.
         plain = order == "C" and all(v is None for v in kwargs.values())
-        split = self._split_of(new) if plain else None
+        split = self._find_split(new) if plain else None
         if split is None:
             return self.dequantize().reshape(new, order=order, **kwargs)
         out = jtu.tree_map(lambda leaf: leaf.reshape(*new[:split], leaf.shape[-1]), self)
@@ -259,7 +259,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
     def with_dense_weight(self) -> None:
         """For products: `None`, since a dense weight is a plain array."""
 
-    def _split_of(self, new: tuple[int, ...]) -> int | None:
+    def _find_split(self, new: tuple[int, ...]) -> int | None:
         """Returns how many axes of `new` are batch axes, or `None` if memory would move."""
         batch = self.codes.shape[:-1]
         if not is_in_order(self) or math.prod(new) != self.size:

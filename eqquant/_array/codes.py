@@ -136,7 +136,7 @@ def check_leaves(q: AbstractCodes) -> None:
             raise TypeError(
                 f"The leaves of a quantized array must be unsigned integers. Got {name} of {dtype}: they were "
                 "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
-                "the result. To change what it dequantizes to, call `q.astype(dtype)` on the array as a whole."
+                "the result. To change its dtype, call `q.astype(dtype)` on the array as a whole."
             )
     ranks = {leaf.ndim for leaf in (codes, gradient_of) if isinstance(leaf, jax.Array)}
     if len(ranks) > 1:

@@ -113,8 +113,8 @@ def quantize(
     chosen = as_method(method)
     if isinstance(chosen.inputs, Mapping):
         raise ValueError(
-            f"`inputs` of {type(method).__name__} must be the statistics of this array. Got those of many leaves. Pass "
-            "`inputs[path]`, or call `quantize_tree`."
+            f"`inputs` of {type(method).__name__} must be the statistics of this array. Got statistics of many leaves. "
+            "Pass `inputs[path]`, or call `quantize_tree`."
         )
     chosen.check("`x`", checked.shape, axes)
     chosen.check_weight("`x`", checked)

@@ -76,8 +76,8 @@ def deserialise_filter_spec(f: BinaryFile, x: PyTree) -> PyTree:
         )
     if str(saved) != expected:
         raise ValueError(
-            f"The file must hold what the skeleton has: {expected}. Got {saved}. Quantize the skeleton as the saved "
-            "model was, for instance within `eqx.filter_eval_shape`."
+            f"The file must hold an array as in the skeleton: {expected}. Got {saved}. Quantize the skeleton as the "
+            "saved model was, for instance within `eqx.filter_eval_shape`."
         )
     leaves, treedef = jtu.tree_flatten(x)
     return jtu.tree_unflatten(treedef, [eqx.default_deserialise_filter_spec(f, leaf) for leaf in leaves])

@@ -265,7 +265,7 @@ def decode_packed(
 
 
 def pack_codes(format: AbstractFormat, codes: UInt8[Array, "*batch codes"]) -> UInt8[Array, "*batch bytes"]:
-    """Packs what a method returned: codes of single values; a vector format has packed its own."""
+    """Packs the codes of single values; a vector format has packed its codes itself."""
     return codes if isinstance(format, AbstractVectorFormat) else packing.pack(codes, format.bits)
 
 

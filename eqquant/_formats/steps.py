@@ -12,7 +12,7 @@ from .base import AbstractFormat, AbstractVectorFormat, find_levels, is_ours
 
 
 @ft.lru_cache
-def steps_of(format: AbstractFormat) -> Steps | None:
+def find_steps(format: AbstractFormat) -> Steps | None:
     """Returns how a format encodes.
 
     `None` for one of a user, which may do anything, and for a format of vectors.

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, UInt8
 
 from .. import _compat
 from .._formats.base import AbstractFormat, pack_codes, packed_length
-from .._formats.steps import steps_of
+from .._formats.steps import find_steps
 from .._native import calls
 from .._native.lowering import lower_on_cpu
 from .._native.steps import Scaling
@@ -66,7 +66,7 @@ def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
     """Encodes by native code, where that takes the values."""
     rows, grid = jtu.tree_unflatten(tree, args)
     # Finding steps takes a moment, so not before something else refuses.
-    steps = steps_of(format) if calls.why_not_encode(rows, format.bits) is None else None
+    steps = find_steps(format) if calls.why_not_encode(rows, format.bits) is None else None
     if steps is None or (steps.rule == "steps" and len(steps.thresholds) > 31):  # XLA is as fast at more
         return by_xla(*args, tree=tree, format=format, chunk=chunk)
     divisor, factor = grid.stored_scale, None

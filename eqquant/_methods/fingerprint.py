@@ -20,9 +20,9 @@ def fingerprint(x: Array | np.ndarray) -> np.ndarray | None:
 
     `None` for a weight without values.
 
-    Random signs keep lengths: the distance of two fingerprints is about that of the weights, times the square root of
-    the number of sums. The signs are products of one for each axis, so that the sums are one product with few columns,
-    and small ones.
+    Random signs keep lengths: the distance of two fingerprints is about the distance of the weights, times the square
+    root of the number of sums. The signs are products of one for each axis, so that the sums are one product with few
+    columns, and small ones.
     """
     if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
         return None
@@ -64,7 +64,7 @@ def check_same_weight(inputs: object, what: str, leaf: str, x: object) -> None:
     if distance > _FAR:
         raise InputsError(
             f"{what} must be statistics of this model as it is now",
-            f"those of other values of {leaf}, which has changed by about {min(distance, 1):.0%} since",
+            f"statistics of other values of {leaf}, which has changed by about {min(distance, 1):.0%} since",
             "Collect them on this model, after `rotate`, `smooth` and training. If its inputs are as before, pass "
             "`stats.without_fingerprints()`.",
         )

@@ -13,7 +13,7 @@ from .._numerics.batching import Index
 from .absmax import AbsMax
 from .base import AbstractMethod, AbstractScaleMethod
 from .choose import Rows, ZeroPoints
-from .gram import check_gram, gram_of, HIGHEST, map_layers, WIDTH
+from .gram import check_gram, get_gram, HIGHEST, map_layers, WIDTH
 from .grid import decode_by, encode_by, EncodedRows, Grid, store
 from .statistics import Inputs
 
@@ -95,7 +95,7 @@ class GPTQ(AbstractMethod):
             raise ValueError("`key` must be None with GPTQ, which rounds to the nearest code. Got a key.")
         if rows.shape[-1] == 0:  # no column to round
             return self.method.quantize_rows(rows, format, chunk=chunk)
-        gram = gram_of(self.inputs)
+        gram = get_gram(self.inputs)
         scale, zero_point = self._choose_scales(rows, gram, format, chunk)
         scale_bits, offset_bits, grid = store(rows, scale, zero_point, format, chunk)
         factor = lambda gram: _factor(gram, self.damping, self.order)
@@ -164,7 +164,7 @@ def _find_codes(
     size = format.block_size if isinstance(format.block_size, int) else length
     # Columns of the padding are zeros that nothing else depends on.
     columns = jnp.pad(columns.astype(jnp.float32)[order], ((0, padding), (0, 0)))
-    block_of = jnp.pad(order // size, (0, padding))
+    block_index = jnp.pad(order // size, (0, padding))
     factor = jnp.pad(factor, ((0, padding), (0, padding))) + jnp.diag(
         (jnp.arange(length + padding) >= length).astype(jnp.float32)
     )
@@ -174,7 +174,7 @@ def _find_codes(
         change = jnp.matmul(above.T, errors, precision=HIGHEST)
         corrected = jax.lax.dynamic_slice_in_dim(columns, first, width) - change
         within = jax.lax.dynamic_slice_in_dim(above, first, width)
-        blocks = jax.lax.dynamic_slice_in_dim(block_of, first, width)
+        blocks = jax.lax.dynamic_slice_in_dim(block_index, first, width)
 
         def round_one(n: Index, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             corrected, codes, errors = state

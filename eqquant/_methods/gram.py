@@ -16,7 +16,7 @@ WIDTH = 128  # how many columns are handled one by one before the rest is correc
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def gram_of(inputs: Inputs) -> Float32[Array, "*stack length length"]:
+def get_gram(inputs: Inputs) -> Float32[Array, "*stack length length"]:
     """Returns the mean of $x x^T$ over the inputs of a weight."""
     return jnp.asarray(statistic(inputs, "gram"), jnp.float32)
 

@@ -14,7 +14,7 @@ from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
 from .choose import Rows
 from .gptq import GPTQ
-from .gram import check_gram, gram_of, HIGHEST, map_layers, WIDTH
+from .gram import check_gram, get_gram, HIGHEST, map_layers, WIDTH
 from .grid import decode_by, encode_by, EncodedRows, Grid, load_grid
 from .mse import MSE
 from .statistics import Inputs
@@ -89,7 +89,7 @@ class LearnedRounding(AbstractMethod):
     ) -> EncodedRows:
         if key is not None:
             raise ValueError("`key` must be None with LearnedRounding, which rounds to the best code. Got a key.")
-        gram, method = gram_of(self.inputs), self.method
+        gram, method = get_gram(self.inputs), self.method
         if _takes_inputs(method):
             inputs = gram if method.statistic == "gram" else jnp.diagonal(gram, axis1=-2, axis2=-1)
             method = dataclasses.replace(method, inputs=inputs)  # pyright: ignore[reportCallIssue]
@@ -173,7 +173,7 @@ class _LeastSquares(eqx.Module):
         padded = -(-length // width) * width
         pad = lambda x: jnp.pad(x, [(0, padded - length)] + [(0, 0)] * (x.ndim - 1))
         gram = pad(pad(self.gram).T)
-        block_of = jnp.arange(padded) // self._size
+        block_index = jnp.arange(padded) // self._size
 
         def move_some(slopes: Array, x: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             first, codes, values = x
@@ -184,7 +184,7 @@ class _LeastSquares(eqx.Module):
             def move_one(n: Index, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 slopes, codes, change = state
                 curvature = within[n, n]
-                levels = jax.tree.map(lambda x: x[block_of[first + n]][:, None], grid)
+                levels = jax.tree.map(lambda x: x[block_index[first + n]][:, None], grid)
                 best = values[n] - slopes[n] / jnp.where(curvature > 0, curvature, 1)
                 code, _ = encode_by(best[:, None], levels, self.format)
                 step = decode_by(code, levels, self.format)[:, 0] - values[n]

@@ -141,7 +141,7 @@ def _check_collected(inputs: Statistics, method: str, leaf: str, shape: tuple[in
     if tuple(inputs.shape) != shape:
         raise InputsError(
             f"`inputs` of {method} must be statistics of the same weight",
-            f"those of a weight of shape {tuple(inputs.shape)} for {leaf}, of shape {shape}",
+            f"statistics of a weight of shape {tuple(inputs.shape)} for {leaf}, of shape {shape}",
             "Collect them on this model.",
         )
     if inputs.axis is None:

@@ -254,8 +254,8 @@ def _project_merge(merged: Array, base: Array, exact: Array) -> tuple[float, flo
 def _warn_of_lost_factors(share: float) -> None:
     if share < _MIN_RETAINED:
         warnings.warn(
-            f"Rounding keeps {max(share, 0):.0%} of what the factors add, so the merged model is near its base. Keep "
-            "the factors apart, merge with `dense=True`, or collect statistics of the dense merge, "
+            f"Rounding keeps {max(share, 0):.0%} of the change by the factors, so the merged model is near its base. "
+            "Keep the factors apart, merge with `dense=True`, or collect statistics of the dense merge, "
             "`stats = eqq.calibrate.collect_stats(eqq.merge_lora(model, dense=True), batches, gram=True)`, and call "
             "`eqq.merge_lora(model, method=eqq.GPTQ(stats))`.",
             stacklevel=3,

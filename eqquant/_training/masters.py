@@ -314,8 +314,8 @@ def _copy_master(path: str, q: QuantizedArray, master: PyTree, dtype: np.dtype) 
             distance, length = _measure_distances(q, master)
             if distance > length:
                 raise ValueError(
-                    f"`masters` must be what the model was quantized from. Got another array for {path}: it is further "
-                    "from the quantized one than zeros are. Pass the model as it was before `quantize_tree`."
+                    f"`masters` must be the float model that was quantized. Got another array for {path}: it is "
+                    "further from the quantized one than zeros are. Pass the model as it was before `quantize_tree`."
                 )
     return master
 

@@ -39,7 +39,7 @@ def checkpoint_quantized(
     dequantizes them when the backward pass needs them.
 
     The result of the function is exact. Its gradient is computed from rounded residuals: its relative error is about
-    that of the format. Divisors of the backward pass are not rounded, because rounding sends small numbers to zero.
+    the error of the format. Divisors of the backward pass are not rounded, since rounding sends small numbers to zero.
 
     Use it in the body of a `scan`. In a Python loop over layers XLA for CPU may decode all residuals early, and then no
     memory is saved.

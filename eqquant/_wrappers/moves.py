@@ -115,13 +115,13 @@ def _(x: AbstractMappedArray, spec: Move, *others: AbstractMappedArray) -> MoveR
         raise CannotMove
     _check_matrices(x.ndim, spec)
 
-    def axes_of(leaf: Array) -> Axes:
+    def find_axes(leaf: Array) -> Axes:
         if 1 < leaf.ndim <= stack:
             raise CannotMove  # the leaf has some axes of the stack, but not all
         shared = stack == 0 or leaf.ndim <= stack
         return () if shared else (*range(stack), *[None] * (leaf.ndim - stack))
 
-    return _move_wrapper(x, spec, others, axes_of)
+    return _move_wrapper(x, spec, others, find_axes)
 
 
 @move.register
@@ -154,7 +154,7 @@ def _move_wrapper(
     x: AbstractWrapper,
     spec: Move,
     others: tuple[AbstractWrapper, ...],
-    axes_of: Callable[[Array], Axes],
+    find_axes: Callable[[Array], Axes],
     *,
     stacks: bool = True,
 ) -> AbstractWrapper:
@@ -169,7 +169,7 @@ def _move_wrapper(
     def move_leaf(leaf: Array, *rest: Array) -> Array:
         if rest:
             return concatenate_leaves(leaf, *rest)
-        axes = axes_of(leaf)
+        axes = find_axes(leaf)
         if not axes or (spec.changed_axes.isdisjoint(axes) and spec.source_axes == tuple(range(x.ndim))):
             return leaf
         _check_matrices(x.ndim, spec)
@@ -179,16 +179,16 @@ def _move_wrapper(
         return spec.move_leaf(axes, leaf)
 
     def concatenate_leaves(*leaves: Array) -> Array:
-        if not all(spec.changed_axes <= set(axes_of(leaf)) for leaf in leaves):
+        if not all(spec.changed_axes <= set(find_axes(leaf)) for leaf in leaves):
             if _are_same(leaves):
                 return leaves[0]
             if not stacks or not spec.changed_axes <= set(range(x.ndim - 2)):
                 raise CannotMove  # one leaf cannot stand for all
             arrays = (x, *others)
             leaves = tuple(
-                _broadcast_to_stack(leaf, axes_of(leaf), w.shape) for leaf, w in zip(leaves, arrays, strict=True)
+                _broadcast_to_stack(leaf, find_axes(leaf), w.shape) for leaf, w in zip(leaves, arrays, strict=True)
             )
-        return spec.move_leaf(axes_of(leaves[0]), *leaves)
+        return spec.move_leaf(find_axes(leaves[0]), *leaves)
 
     array = move(x.array, spec, *(other.array for other in others))
     rest = jtu.tree_map(move_leaf, empty(x), *map(empty, others))

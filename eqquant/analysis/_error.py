@@ -103,7 +103,7 @@ def analyze_error(x: Values, q: Values, *, threshold: Real | None = None) -> Err
 
     A report, which prints as a table. It has
 
-    - `sqnr_db`: $10 \log_{10}$ of the mean square of the values over that of the error, in dB.
+    - `sqnr_db`: $10 \log_{10}$ of the mean square of the values over the mean square of the error, in dB.
     - `relative_l2`: the norm of the error over the norm of the values.
     - `cosine`: the cosine between values and quantized values.
     - `mse`, `rmse`, `mae`, `max_error`: the mean squared, the root mean squared, the mean absolute and the largest

@@ -123,8 +123,8 @@ def sensitivity(
 
     Evaluates the loss `1 + leaves x formats` times, and compiles it once, because its model always holds dense weights,
     one of them rounded (fake quantization). A good loss measures the distance to the outputs of the float model: it is
-    zero for the float model, so it cannot decrease by accident, and its increases add up better than those of a loss on
-    labels.
+    zero for the float model, so it cannot decrease by accident, and its increases add up better than increases of a
+    loss on labels.
 
     !!! Example
 
@@ -156,7 +156,7 @@ def sensitivity(
 
     A report, which prints as a table. [`eqquant.analysis.plan_bits`][] makes a plan from it. It has
 
-    - `loss`: that of the float model.
+    - `loss`: the loss of the float model.
     - `leaves`: for each array or group its `paths`, `shape`, `dense_nbytes` (in float), and a tuple with an entry for
         each format of `formats`, `nbytes` and `losses`. `arrays` is the size of a group, `group` its name, and `axes`
         are those along which blocks run.

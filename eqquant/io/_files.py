@@ -79,7 +79,7 @@ def _pickles(names: list[str]) -> str:
 
 
 def _open_file(path: Path) -> Files:
-    if index := _index_of(path):
+    if index := _find_index(path):
         return _open_index(index)
     file = MappedFile(path)
     if os.path.exists(f"{path}.aria2"):
@@ -97,7 +97,7 @@ def _open_file(path: Path) -> Files:
     return Files(file, tensors, metadata, _config(path.parent), "gguf" if is_gguf else "safetensors")
 
 
-def _index_of(path: Path) -> Path | None:
+def _find_index(path: Path) -> Path | None:
     """Returns the index that lists a file whose name says that it is one of several."""
     for index in sorted(path.parent.glob("*.safetensors.index.json")) if part_name(path) else ():
         where = read_json(MappedFile(index)).get("weight_map")

@@ -188,7 +188,7 @@ class _Plan:
         self.matched: Matched = match_names(detect(checkpoint) if names is None else names, tuple(self.sources))
         self.recipes: dict[str, Recipe] = {}
         self.made: dict[str, PyTree] = {}  # the arrays of the result, without values
-        self.problem_of: dict[str, str] = {}
+        self.problems_by_path: dict[str, str] = {}
         self.problems = [*self.matched.problems]
         for recipe in self.matched.recipes:
             self._check(recipe)
@@ -196,12 +196,12 @@ class _Plan:
             path, place = leaf.path, self.places.get(leaf.path)
             if path in self.kept and any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves(leaf.value)):
                 self._wrong(path, "it keeps the value of the model, which has none")
-            elif place is not None and path not in (*self.recipes, *self.kept, *self.problem_of):
+            elif place is not None and path not in (*self.recipes, *self.kept, *self.problems_by_path):
                 self._wrong(path, f"{place} in the model, and no array for it")
         self.problems += [f"{name}: {self._describe(name)}, and no rule for it" for name in self.matched.unknown]
 
     def _wrong(self, path: str, problem: str) -> None:
-        self.problem_of.setdefault(path, problem)
+        self.problems_by_path.setdefault(path, problem)
         self.problems.append(f"{path}: {problem}")
 
     def _describe(self, name: str) -> str:
@@ -285,13 +285,13 @@ class _Plan:
             shown = [one(self.made.get(leaf.path, leaf.value)) for leaf in self.leaves]
             skeleton = jtu.tree_unflatten(treedef, shown)
             targets = resolve_shardings(skeleton, list(named_leaves(skeleton, is_packed)), shardings)
-        target_of = {leaf.path: target for leaf, target in zip(self.leaves, targets, strict=True)}
+        targets_by_path = {leaf.path: target for leaf, target in zip(self.leaves, targets, strict=True)}
         done: dict[str, PyTree] = {}
         for leaf in self.leaves:
             recipe = self.recipes.get(leaf.path)
             if recipe is None or leaf.path in done:
                 continue
-            divided = any(target_of[path] is not None for path in recipe.paths)
+            divided = any(targets_by_path[path] is not None for path in recipe.paths)
             with _on_host() if divided else contextlib.nullcontext():
                 layers = [[self.sources[name].read() for name in layer] for layer in recipe.sources]
                 made = self._make(recipe, layers)
@@ -299,10 +299,10 @@ class _Plan:
             placed: dict[Hashable, PyTree] = {}  # a tied array is one array in each of its places
             for path, x in made.items():
                 numpy = self.places[path].kind == "numpy"
-                same = (id(x), numpy, target_of[path])
+                same = (id(x), numpy, targets_by_path[path])
                 if same not in placed:
                     x = np.asarray(x) if numpy else to_jax(x) if isinstance(x, np.ndarray) else x
-                    placed[same] = _move(x, target_of[path])
+                    placed[same] = _move(x, targets_by_path[path])
                 done[path] = placed[same]
         return jtu.tree_unflatten(treedef, [done.get(leaf.path, leaf.value) for leaf in self.leaves])
 
@@ -316,7 +316,7 @@ class _Plan:
             sources = () if recipe is None else tuple(name for layer in recipe.sources for name in layer)
             how = "" if recipe is None else self._how(recipe, place)
             format = entry.format
-            rows.append(LoadRow(path, place.shape, entry.dtype, format, sources, how, self.problem_of.get(path)))
+            rows.append(LoadRow(path, place.shape, entry.dtype, format, sources, how, self.problems_by_path.get(path)))
         return LoadPlan(
             tuple(rows),
             tuple(self.matched.left_out),

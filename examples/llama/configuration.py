@@ -17,7 +17,7 @@ class Config:
 
     - `windows`: for each layer, how many tokens back attention sees; 0 for all.
     - `rotary`: how many numbers of each head are rotated; `theta`, `scaling` and `divisors` give the frequencies.
-    - `local_theta`: that of layers with a window, which then have no scaling; 0 if all layers are alike.
+    - `local_theta`: the theta of layers with a window, which then have no scaling; 0 if all layers are alike.
     - `experts`: 0 if each layer has one MLP, and then `experts_per_token` and `sum_to_one` mean nothing.
     - `shared`: the size of an MLP that every token has beside its experts; 0 for none.
     - `offset`: what norms add to their weights.

@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     add("--top-k", type=int, default=0, help="chooses among so many; 0 for all")
     add("--top-p", type=float, default=1.0, help="chooses among the likeliest that have this probability together")
-    add("--stop", type=int, nargs="*", help="tokens that end a text; by default those of the model")
+    add("--stop", type=int, nargs="*", help="tokens that end a text; by default the tokens of the model")
     add("--seed", type=int, default=0)
     add("--format", help="quantizes the weights that are float: nf4, int4, int8, ...")
     add("--cache", help="the format of the cache: int8, int4, fp8, nf4, ...; by default floats")

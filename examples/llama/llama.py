@@ -2,7 +2,7 @@
 
 Llama, Mistral, Qwen2 and 3, Gemma 1 to 3, Phi-3, Mixtral and the mixtures of Qwen2 and 3 differ in a few fields of
 `Config`.
-The paths of the arrays are those of `eqq.io.names`, so that a model loads from every file that `eqq.io.open` reads.
+The paths of the arrays come from `eqq.io.names`, so that a model loads from every file that `eqq.io.open` reads.
 """
 
 from collections.abc import Callable

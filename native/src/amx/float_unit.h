@@ -19,7 +19,7 @@ struct Unit {
   const int64_t all_scales;               // of the whole weight
   const Reach reach;                      // of values of codes
   const float most;                       // the largest magnitude, zero points too
-  float integer = 0;                      // what one is if the scale of its row is 1
+  float integer = 0;                      // the integer of 1 if the scale of its row is 1
   I table = _mm512_setzero_si512();       // of bytes
   F values;                               // the table, again and again
   F factor = _mm512_setzero_ps();         // the unit of the integers of a row

@@ -6,8 +6,7 @@ const char* check_encode(const EncodeProblem& p, char* text, size_t room) {
   EQQ_CHECK(p.bits >= 1 && p.bits <= 8, "codes have 1 to 8 bits, not %d", p.bits);
   EQQ_CHECK(p.n >= 0 && p.k >= 0, "lengths must not be negative");
   EQQ_CHECK(p.block_size >= 1, "blocks must have at least one code, not %lld", static_cast<long long>(p.block_size));
-  EQQ_CHECK(p.k == 0 || p.blocks == (p.k + p.block_size - 1) / p.block_size,
-            "the number of scales is not that of the blocks");
+  EQQ_CHECK(p.k == 0 || p.blocks == (p.k + p.block_size - 1) / p.block_size, "scales and blocks differ in number");
   EQQ_CHECK(p.words == packed_bytes(p.k, p.bits), "rows of %lld codes of %d bits do not have %lld bytes",
             static_cast<long long>(p.k), p.bits, static_cast<long long>(p.words));
   EQQ_CHECK(p.x_type >= kFloat32 && p.x_type <= kFloat16, "no floats of kind %d are known", p.x_type);

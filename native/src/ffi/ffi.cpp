@@ -83,7 +83,7 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
   if (p.scale_kind > kScaleUE4M4) return "the kind of scales is not known";
   size_t given = 0;
   for (int i = kRowScale; i < kNumWeightAttrs; ++i) given += weight[i] != 0;
-  if (rest.size() != given + more) return "the number of arguments is not that of the flags";
+  if (rest.size() != given + more) return "arguments and flags differ in number";
   const ffi::DataType scale_type = p.scale_kind == kScaleFloat32  ? ffi::DataType::U32
                                  : p.scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
                                                                   : ffi::DataType::U8;
@@ -125,7 +125,7 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
     return "codes of scales must be uint8, and offsets be stored as scales are";
   if (weight[kSelected] != 0) {
     auto found = rest.get<ffi::AnyBuffer>(at);
-    if (!found.has_value() || found->element_type() != ffi::DataType::S32) return "what is selected must be int32";
+    if (!found.has_value() || found->element_type() != ffi::DataType::S32) return "the selected indices must be int32";
     p.batch = static_cast<int64_t>(found->element_count());
     p.selected = static_cast<const int32_t*>(found->untyped_data());
   }
@@ -270,7 +270,7 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisor
   p.blocks = ds.columns;
   if (ds.batch * ds.rows != p.n || ys.batch * ys.rows != p.n) return bad("arrays differ in their rows");
   if (rest.size() != size_t{factor} + size_t{offset} + size_t{shift})
-    return bad("the number of arguments is not that of the flags");
+    return bad("arguments and flags differ in number");
   const float** const wanted[] = {&p.factor, &p.offset, &p.shift};
   const bool given[] = {factor, offset, shift};
   for (size_t i = 0, at = 0; i < 3; ++i) {

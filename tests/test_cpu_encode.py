@@ -16,7 +16,7 @@ import eqquant as eqq
 from eqquant._formats.steps import find_steps
 from eqquant._methods.encode import quantize_packed
 from eqquant._native import library as native
-from eqquant._native.steps import float_order, order_to_float
+from eqquant._native.encoding import float_order, order_to_float
 
 from .helpers import FORMATS, SCALARS, weights
 

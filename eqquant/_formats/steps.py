@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._native.steps import float_order, order_to_float, Steps
+from .._native.encoding import float_order, order_to_float, Steps
 from .._numerics.constants import compute_now
 from .base import AbstractFormat, AbstractVectorFormat, find_levels, is_ours
 

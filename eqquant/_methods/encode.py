@@ -17,8 +17,8 @@ from .. import _compat
 from .._formats.base import AbstractFormat, pack_codes, packed_length
 from .._formats.steps import find_steps
 from .._native import calls
+from .._native.encoding import Scaling
 from .._native.lowering import lower_on_cpu
-from .._native.steps import Scaling
 from .._numerics.batching import map_chunks
 from .._numerics.blocks import divide
 from .._numerics.primitives import jit_impl, leading_batching_rule, zero_tangent_jvp

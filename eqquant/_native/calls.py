@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8
 
 from . import library
-from .steps import Scaling, Steps
+from .encoding import Scaling, Steps
 from .weight import Layout, StoredWeight
 
 

@@ -25,7 +25,7 @@ class Steps(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """The numbers of each block by which values are scaled before encoding.
+    """The floats of each block by which values are scaled before encoding.
 
     Scaled values are `(values - offset) * factor / divisor + shift`. Where the divisor is zero they are `shift`. With
     factors, either the factor or the divisor of a block is one; with a divisor of one nothing is divided.

@@ -292,7 +292,7 @@ def decode_rows(encoded: EncodedRows, format: AbstractFormat) -> Float32[Array, 
 
 
 def _uniform_by_row(key: PRNGKeyArray, first: Index, shape: tuple[int, ...]) -> Float32[Array, "*batch length"]:
-    """Returns random numbers from zero to one that depend on the key and the index of the row alone.
+    """Returns random numbers from zero to one that depend on the key and the row alone.
 
     So they do not depend on the chunk.
     """

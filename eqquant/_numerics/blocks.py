@@ -68,7 +68,7 @@ def dequantize_values(
     zero_point: Float[Array, "*shape"] | None,
     offset: Float[Array, "*shape"] | None,
 ) -> Float[Array, "*shape"]:
-    """As `dequantize_blocks`, with a scale and a zero point for each value. `None` changes nothing."""
+    """As `dequantize_blocks`, with parameters for each value. `None` changes nothing."""
     values = values if zero_point is None else values - zero_point
     values = values if scale is None else values * scale
     return values if offset is None else values + offset

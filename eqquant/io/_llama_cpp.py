@@ -1,4 +1,4 @@
-"""Writes a checkpoint of Hugging Face for llama.cpp: names, hyperparameters and the tokenizer.
+"""Writes a checkpoint of Hugging Face for llama.cpp: names, sizes and the tokenizer.
 
 https://github.com/ggml-org/llama.cpp (`convert_hf_to_gguf.py`, `gguf-py/gguf/constants.py`)
 """

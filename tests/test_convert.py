@@ -210,7 +210,7 @@ CONFIGS = [
 ADD = lambda number, content: {**BYTES, "added_tokens": [{"id": number, "content": content}]}
 MODEL = lambda **more: {**BYTES, "model": {**BYTES["model"], **more}}
 TOKENIZERS = [
-    ("the number 0 for the tokens 'a' and 'z'", ADD(0, "z")),
+    ("the id 0 for the tokens 'a' and 'z'", ADD(0, "z")),
     ("2 ids for the token 'a'", ADD(6, "a")),
     *(("'z' with the id", ADD(token_id, "z")) for token_id in (True, 1.5, -1, 8, None)),
     *(("where text must be", ADD(6, content)) for content in (5, None, ["z"])),

@@ -5,6 +5,7 @@ import itertools as it
 import os
 import random
 import traceback
+import zlib
 
 import jax
 import jax.random as jr
@@ -38,9 +39,12 @@ def pytest_report_header(config):
     return None if every == 1 else f"one in {every} cases of each test: --every {every} --offset {offset} repeats them"
 
 
-def sample(cases, every, offset):
-    """One in `every` cases, and one of fewer. All offsets together choose each case."""
-    return cases[offset % min(every, len(cases)) :: every]
+def sample(name, cases, every, offset):
+    """One in `every` cases, and one of fewer. All offsets together choose each case.
+
+    Tests start at different cases, so that no day tries one format or one setting alone.
+    """
+    return cases[(offset + zlib.crc32(name.encode())) % min(every, len(cases)) :: every]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,7 +75,7 @@ def pytest_collection_modifyitems(config, items):
     cases = collections.defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
-    kept = {item for test in cases.values() for item in sample(test, every, offset)}
+    kept = {item for name, test in cases.items() for item in sample(name, test, every, offset)}
     if left_out := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in kept]

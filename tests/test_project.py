@@ -54,6 +54,6 @@ def test_nothing_is_compiled_while_tests_are_collected(pytestconfig):
 
 @pytest.mark.parametrize("cases", [1, 3, 10, 25])
 def test_samples_of_all_offsets_are_all_cases(cases):
-    samples = [sample(range(cases), 10, offset) for offset in range(10)]
+    samples = [sample("test_x", range(cases), 10, offset) for offset in range(10)]
     assert {case for chosen in samples for case in chosen} == set(range(cases))
     assert {len(chosen) for chosen in samples} <= {max(cases // 10, 1), -(-cases // 10)}

@@ -1,26 +1,42 @@
 """Breaks Python files in small ways, one at a time, and reports changes that no test notices.
 
-Each mutant is a copy of the package with one file changed, and runs the tests that concern the file.
+A process collects the tests that concern some files, and forks for each mutant. There a function that changed gets its
+new code, and the tests run that call it. A mutant of what an import computes is written to a copy of the package, and
+imported anew.
 
-    python -m tools.mutate_python build/mutants --sample 40 --seed 3 --only _numerics/packing.py
+    python -m tools.mutate_python build/mutants --sample 40 --seed 3 _numerics/packing.py
 """
 
 import argparse
 import ast
 import collections
 import copy
+import functools as ft
+import gc
+import importlib
+import inspect
+import itertools as it
+import json
 import os
 import random
 import resource
+import shlex
 import shutil
-import subprocess
+import signal
 import sys
 import time
+import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import hypothesis
+import pytest
 
 
 ROOT = Path(__file__).parents[1]
 EQUIVALENT = ROOT / "tools" / "equivalent_mutants.txt"
+PACKAGES = "beartype equinox hypothesis jax.numpy jaxtyping numpy optax plum quax rich safetensors".split()
 OTHER = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr,
@@ -37,32 +53,44 @@ PAIRS = [
     ("any", "all"),
 ]
 NAMES = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
-# The tests that concern a file: the first pattern that its path contains.
+SECONDS = 6  # that the tests of a mutant take without it; the quickest of them run
+# The tests that concern a file: the first pattern that its path contains. Files that share them run together.
+NUMERICS = "test_packing.py test_formats.py --every 12"
+PRODUCTS = """test_dispatch.py test_select.py test_matmul.py test_activations.py::test_transformations
+    test_activations.py::test_gradients_pass_straight_through test_activations.py::test_nvfp4_examples_share_no_scale
+    -k 'pref or forced or not (pallas or lowers or export or on_gpu)' --every 5"""
 TESTS = {
-    "_numerics/hadamard": "test_mapped.py test_rotations.py --every 4",
-    "_numerics/packing": "test_packing.py --every 2",
-    "_numerics/minifloats": "test_formats.py test_extremes.py --every 8",
-    "_numerics/hashing": "test_delayed.py test_moments.py test_formats.py --every 6",
-    "_numerics": "test_packing.py test_formats.py test_extremes.py --every 6",
-    "_formats/gguf": "test_formats.py test_golden_checkpoints.py --every 4",
-    "_formats": "test_formats.py test_methods.py --every 6",
+    "_numerics/hadamard": "test_mapped.py test_rotations.py --every 8",
+    "_numerics/hashing": "test_low_precision.py -k 'hashes or seed'",
+    "_numerics/batching": "test_methods.py --every 20",
+    "_numerics": NUMERICS,
+    "_formats/gguf": "test_formats.py test_golden_checkpoints.py --every 8",
+    "_formats/iq": "test_vectors.py --every 8",
+    "_formats": NUMERICS,
     "kernels/pallas_tpu": "test_pallas_tpu.py --every 10",
     "kernels/vpu": "test_pallas_tpu.py --every 10",
     "kernels/pallas_gpu": "test_pallas_gpu.py --every 10",
     "kernels/ptx": "test_pallas_gpu.py --every 10",
-    "kernels/xla_cpu": "test_xla_cpu.py test_dispatch.py --every 4",
+    "kernels/packed": "test_xla_cpu.py test_dispatch.py -k 'format or length or pref or forced or on_gpu' --every 6",
+    "kernels/xla_cpu": "test_xla_cpu.py --every 5",
+    "kernels/xla_codes": "test_activations.py -k 'numpy or lowest or longest or types or nan_in' --every 6",
     "kernels/cpu_int8": "test_cpu_int8.py --every 20",
     "kernels/cpu": "test_cpu_matmul.py --every 30",
-    "kernels": "test_matmul.py test_dispatch.py test_activations.py --every 8",
-    "_matmul/dispatch": "test_dispatch.py test_explain.py",
     "_matmul/explain": "test_explain.py",
-    "_matmul/partition": "test_partition.py test_sharding.py --every 3",
-    "_matmul/quax": "test_quax_packed.py test_operators.py --every 2",
-    "_matmul/rounded": "test_low_precision.py test_delayed.py --every 3",
-    "_matmul/rows": "test_activations.py --every 6",
-    "_matmul/selected": "test_select.py test_experts.py --every 2",
-    "_matmul": "test_matmul.py test_gradients.py test_operators.py --every 5",
+    "_matmul/partition": "test_partition.py --every 3",
+    "_matmul/quax": "test_quax_packed.py test_operators.py --every 4",
+    "_matmul/rounded": "test_low_precision.py --every 3",
+    "_matmul/control_flow": "test_control_flow.py",
+    "_matmul": PRODUCTS,
 }
+
+
+class Mutant(NamedTuple):
+    """A file of the package with one change."""
+
+    path: str
+    name: str
+    text: str
 
 
 def swaps(node: ast.AST) -> list[tuple[str, ast.AST]]:
@@ -149,78 +177,246 @@ def mutate(path: Path, number: int) -> str:
 
 def tests_of(path: str) -> list[str]:
     """What pytest is asked to run for a file."""
-    words = next(words for part, words in TESTS.items() if part in path).split()
+    words = shlex.split(next(words for part, words in TESTS.items() if part in path))
     return [f"tests/{word}" if word.endswith(".py") else word for word in words]
 
 
-def passes(copied: Path, path: str, seconds: int) -> bool:
-    """Whether the tests of a file pass, in some seconds of one core."""
+def functions(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The functions of a module and of its classes, in order."""
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from [part] if part.co_flags & inspect.CO_NEWLOCALS else functions(part)
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
-    cache = {
+class Imported:
+    """The functions of a file of the package, imported by now."""
+
+    def __init__(self, path: str):
+        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        self.file, self.loader = module.__file__, module.__loader__
+        text = Path(self.file).read_text()
+        self.now, self.plain = self.compile(text), self.compile(ast.unparse(ast.parse(text)))
+
+    def compile(self, text: str) -> list[types.CodeType]:
+        return [*functions(self.loader.source_to_code(text.encode(), self.file))]
+
+    def changes(self, text: str) -> dict[types.CodeType, types.CodeType]:
+        """The code of functions, and what it is in a mutant. Empty where the module itself changes."""
+        after = self.compile(text)
+        same = len(after) == len(self.plain)
+        return {c: new for c, old, new in zip(self.now, self.plain, after, strict=True) if old != new} if same else {}
+
+
+def name_of(code: types.CodeType) -> str:
+    """The place of a function."""
+    return f"{code.co_filename}:{code.co_qualname}:{next(line for *_, line in code.co_lines() if line)}"
+
+
+def replace(codes: dict[types.CodeType, types.CodeType]) -> None:
+    """Gives functions another code."""
+    gc.unfreeze()  # `tests/conftest.py` hides what collection made
+    for f in gc.get_objects():
+        if isinstance(f, types.FunctionType) and f.__code__ in codes:
+            f.__code__ = codes[f.__code__]
+
+
+def fork(seconds: int) -> tuple[int, TextIO]:
+    """A process that may take some seconds of a core, and a pipe from there to here."""
+    sys.stdout.flush()
+    read, write = os.pipe()
+    if pid := os.fork():
+        os.close(write)
+        return pid, open(read)
+    os.close(read)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    signal.alarm(20 * seconds)  # where it waits forever
+    for stream in (1, 2):
+        os.dup2(os.open(os.environ.get("MUTLOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    return 0, open(write, "w", buffering=1)
+
+
+def ended(pid: int, pipe: TextIO) -> tuple[list[str], str]:
+    """The lines that a process wrote, and what became of the mutant whose tests it ran."""
+    with pipe:
+        lines = pipe.read().splitlines()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    late = -status in (signal.SIGALRM, signal.SIGKILL, signal.SIGXCPU)
+    return lines, "timeout" if late else "killed" if status else "survived"
+
+
+class Runs:
+    """A plugin of pytest: it collects tests once, and forks a process that runs them for each mutant.
+
+    That runs the tests which call a function that changed. Another mutant needs a new import.
+    """
+
+    def __init__(self, mutants: list[Mutant], results: TextIO):
+        self.mutants, self.files = mutants, {str(Path(m.path).resolve()) for m in mutants}
+        self.results, self.kills, self.seconds = results, collections.Counter(), {}
+        self.calls: set[str] = set()  # by collection, and then by one test
+        self.pipe, self.began = None, 0.0
+
+    def note_call(self, frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename in self.files:
+            self.calls.add(name_of(frame.f_code))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        took, self.began = time.process_time() - self.began, time.process_time()
+        print(json.dumps([report.nodeid, report.outcome, took, [*self.calls]]), file=self.pipe)
+        if report.failed:
+            os._exit(1)
+        if report.when == "teardown":
+            self.calls.clear()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        sys.settrace(None)
+        by_import, callers = set(self.calls), collections.defaultdict(set)
+        imported = {path: Imported(path) for path in dict.fromkeys(m.path for m in self.mutants)}
+        kept, limit = session.items[:], 600
+        for mutant in (None, *self.mutants):
+            changes = imported[mutant.path].changes(mutant.text) if mutant else {}
+            changed = {name_of(code) for code in changes}
+            if mutant and (not changed or changed & by_import):
+                continue
+            tests = {test for function in changed for test in callers[function]}
+            if mutant and not tests:
+                print(json.dumps([mutant.name, "never called"]), file=self.results)
+                continue
+            pid, self.pipe = fork(limit)
+            if pid == 0:
+                self.calls.clear()
+                replace(changes)
+                if mutant:
+                    chosen = sorted((i for i in kept if i.nodeid in tests), key=ft.partial(self.order, mutant.path))
+                    ends = it.accumulate(self.seconds[item.nodeid] for item in chosen)
+                    session.items[:] = [
+                        i for i, end in zip(chosen, ends, strict=True) if end < SECONDS or i is chosen[0]
+                    ]
+                sys.settrace(None if mutant else self.note_call)
+                return None  # pytest goes on, and runs them
+            lines, result = ended(pid, self.pipe)
+            if not mutant and result != "survived":
+                break
+            for test, outcome, seconds, calls in map(json.loads, lines):
+                if outcome == "failed":
+                    self.kills.update([(mutant.path, test), (mutant.path, test.partition("::")[0])])
+                if not mutant:
+                    self.seconds[test] = self.seconds.get(test, 0) + seconds
+                    for function in calls:
+                        callers[function].add(test)
+            limit = 3 * SECONDS + 10
+            name, result = (mutant.name, result) if mutant else ("", str(int(2 * sum(self.seconds.values()))))
+            print(json.dumps([name, result]), file=self.results)
+        return True
+
+    def order(self, path: str, item: pytest.Item) -> tuple:
+        """Files of tests, and tests in them, that noticed most come first, and then the quickest."""
+        file = item.nodeid.partition("::")[0]
+        return -self.kills[path, file], file, -self.kills[path, item.nodeid], self.seconds.get(item.nodeid, 0)
+
+
+def run(options: list[str], runs: Runs | None = None) -> int:
+    """Runs pytest on the copy of the package."""
+    hypothesis.settings.register_profile("mutants", phases=["explicit", "generate"], report_multiple_bugs=False)
+    hypothesis.settings.load_profile("mutants")
+    quiet = ["-q", "-x", "--tb", "no", "-p", "no:cacheprovider", "-n", "0", "--assert", "plain", "--offset", "0"]
+    quiet += ["-o", "addopts=-m 'not slow'"]  # without checks of types, tests take half of the time
+    return int(pytest.main([*quiet, *options], plugins=[runs] if runs else []))
+
+
+def run_mutants(tests: list[str], mutants: list[Mutant], quick: bool) -> Iterator[tuple[str, str]]:
+    """The names of mutants, and what became of them. None if a test fails without any."""
+    pid, pipe = fork(100_000)
+    if pid == 0:
+        runs = Runs(mutants, pipe)
+        sys.settrace(runs.note_call)
+        os._exit(run(tests, runs))
+    found = set()
+    with pipe:
+        for line in pipe:
+            name, result = json.loads(line)
+            found.add(name)
+            if name:
+                yield name, result
+            else:
+                limit = int(result) + 10
+    os.waitpid(pid, 0)
+    for mutant in [] if quick or "" not in found else mutants:
+        if mutant.name not in found:
+            pid, pipe = fork(limit)
+            if pid == 0:
+                sys.dont_write_bytecode = True
+                Path(mutant.path).write_text(mutant.text)
+                os._exit(run(tests))
+            yield mutant.name, ended(pid, pipe)[1]
+            shutil.copy2(ROOT / mutant.path, mutant.path)
+
+
+def copy_package(build: Path) -> None:
+    """Copies the repository, so that tests run on the copy, and imports what they need."""
+    copied = build.resolve() / "python"
+    shutil.rmtree(copied, ignore_errors=True)
+    ignore = shutil.ignore_patterns("__pycache__", ".git", "native", "*.ipynb")
+    shutil.copytree(ROOT, copied, ignore=ignore)
+    os.environ |= {
         "JAX_COMPILATION_CACHE_DIR": str(copied.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "JAX_PLATFORMS": "cpu",
+        "OPENBLAS_NUM_THREADS": "1",  # processes with threads cannot fork
+        "PYTHONPATH": str(copied),
     }
-    if "cpu" not in path:  # XLA computes products
-        cache["EQQUANT_CPU_ISA"] = "none"
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", "--offset", "0"]
-    command = [sys.executable, "-m", "pytest", *options, *tests_of(path)]
-    environment = {**os.environ, **cache, "PYTHONPATH": str(copied), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=copied, env=environment, preexec_fn=limit, stdout=-3, stderr=-3)
-    return done.returncode == 0
+    os.chdir(copied)
+    sys.path[0] = str(copied)
+    for name in PACKAGES:
+        importlib.import_module(name)
+
+
+def choose_mutants(parts: list[str], sample: int, chance: random.Random) -> dict[tuple, list[Mutant]]:
+    """Mutants of files by the tests that concern them, and by whether native kernels are on."""
+    files, groups = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "eqquant").rglob("*.py")), {}
+    for path in [f for part in parts for f in files if part in f]:
+        every = mutants_of(ROOT / path)
+        chosen = chance.sample(every, min(sample or len(every), len(every)))
+        mutants = [Mutant(path, f"{path}:{line}: {what}", mutate(ROOT / path, number)) for number, line, what in chosen]
+        groups.setdefault((*tests_of(path), "cpu" in path), []).extend(mutants)
+    for mutants in groups.values():
+        chance.shuffle(mutants)
+    return dict(chance.sample([*groups.items()], len(groups)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("build", type=Path, help="a folder for the copy and for compiled programs")
-    parser.add_argument("rooms", nargs="*", default=["_numerics", "_matmul", "_formats"])
-    parser.add_argument("--sample", type=int, default=0, help="how many mutants run; 0 for all")
+    parser.add_argument("parts", nargs="*", default=["_numerics", "_matmul", "_formats"], help="of the paths of files")
+    parser.add_argument("--sample", type=int, default=40, help="how many mutants of each file run; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="a part of the path of files")
-    parser.add_argument("--minutes", type=float, default=1e9, help="after which no further mutant runs")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which tests of no other files begin")
+    parser.add_argument("--quick", action="store_true", help="without mutants of what an import computes")
     arguments = parser.parse_args()
-    copied = arguments.build.resolve() / "python"
-    shutil.rmtree(copied, ignore_errors=True)
-    ignore = shutil.ignore_patterns("__pycache__", ".git", "native", "*.ipynb")
-    shutil.copytree(ROOT, copied, ignore=ignore)
-    files = [p for room in arguments.rooms for p in sorted((ROOT / "eqquant" / room).rglob("*.py"))]
-    every = [(str(p.relative_to(ROOT)), *m) for p in files if arguments.only in str(p) for m in mutants_of(p)]
+    copy_package(arguments.build)
     rules = [line.split(" | ") for line in EQUIVALENT.read_text().splitlines() if line and line[0] != "#"]
-    chosen = list(every)
-    print(f"{len(every)} mutants", flush=True)
-    random.Random(arguments.seed).shuffle(chosen)
-    end, counts, healthy = time.time() + 60 * arguments.minutes, collections.Counter(), {}
-    chosen = chosen[: arguments.sample or None]
-    for done, (path, number, line, what) in enumerate(chosen):
-        if time.time() > end:
-            print(f"{len(chosen) - done} mutants did not run", flush=True)
-            break
-        tests = " ".join(tests_of(path))
-        if tests not in healthy:
-            before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-            if not passes(copied, path, 600):
-                print(f"{tests} fails without a mutant", flush=True)
-                healthy[tests] = 0
-                continue
-            healthy[tests] = int(3 * (resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)) + 30
-            print(f"{tests}: {(healthy[tests] - 30) // 3} s", flush=True)
-        if healthy[tests] == 0:
+    end, counts = time.time() + 60 * arguments.minutes, collections.defaultdict(collections.Counter)
+    groups = choose_mutants(arguments.parts, arguments.sample, random.Random(arguments.seed))
+    for (*tests, native), mutants in groups.items():
+        if time.time() > end or not mutants:
             continue
-        (copied / path).write_text(mutate(ROOT / path, number))
-        result = "survived" if passes(copied, path, healthy[tests]) else "killed"
-        shutil.copy(ROOT / path, copied / path)
-        if result == "survived" and any(path == rule[0] and rule[1] in what for rule in rules):
-            result = "equivalent"
-        counts[path.split("/")[1], result] += 1
-        if result == "survived":
-            print(f"survived: {path}:{line}: {what}", flush=True)
-    for (room, result), count in sorted(counts.items()):
-        print(f"{room:10} {result:10} {count}")
+        os.environ.pop("EQQUANT_CPU_ISA", None) if native else os.environ.update(EQQUANT_CPU_ISA="none")
+        print(*tests, flush=True)
+        paths = {mutant.name: mutant.path for mutant in mutants}
+        for name, result in run_mutants(tests, mutants, arguments.quick):
+            path = paths[name]
+            if result in ("survived", "never called") and any(path == rule[0] and rule[1] in name for rule in rules):
+                result = "equivalent"
+            counts[path][result] += 1
+            if result not in ("killed", "equivalent"):
+                print(f"{result}: {name}", flush=True)
+        for path, number in collections.Counter(mutant.path for mutant in mutants).items():
+            counts[path]["did not run"] = number - counts[path].total()
+            print(f"{path}:", ", ".join(f"{n} {kind}" for kind, n in sorted(counts[path].items())), flush=True)
+    total = sum(counts.values(), collections.Counter())
+    print(", ".join(f"{n} {kind}" for kind, n in sorted(total.items())))
 
 
 if __name__ == "__main__":

@@ -248,6 +248,7 @@ PROBLEM = MatmulProblem(16, 4096, 4096, jnp.dtype(jnp.bfloat16), eqq.NF4(), Fals
         ("cuda", {"m": 256}, "pallas_gpu", "few rows"),
         ("cuda", {"m": 257}, "xla", "many rows"),
         ("cuda", {"format": eqq.NVFP4()}, "pallas_gpu", "few rows"),
+        ("cuda", {"format": eqq.MXFP4()}, "pallas_gpu", "few rows"),
         ("cuda", {"transpose": True}, "pallas_gpu", "few rows"),
         ("cuda", {"format": eqq.Int8()}, "xla", "fuses the one conversion"),
         ("cuda", {"format": eqq.FP8()}, "xla", "fuses the one conversion"),

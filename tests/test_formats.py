@@ -16,7 +16,7 @@ from eqquant._methods.stochastic import move_stochastically
 from eqquant._numerics import rounding
 from eqquant._numerics.minifloats import decode_e8m0, E2M1, E4M3, E5M2, encode_e8m0, UE4M4
 
-from .helpers import FORMATS, sqnr, SWEPT_SCALARS, weights
+from .helpers import FORMATS, KINDS, sqnr, SWEPT_SCALARS, weights
 
 
 ORACLE = json.loads((Path(__file__).parent / "golden" / "oracle_vectors.json").read_text())
@@ -93,6 +93,14 @@ def test_mxfp4_equals_ggml(case, x):
 
 
 # Formats of one's own
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_levels_of_each_code(name):
+    format = FORMATS[name].format
+    levels, used = levels_of(format)
+    assert levels.shape == used.shape == (2**format.bits,) and used.sum() > 1
+    np.testing.assert_array_equal(levels, format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)))
 
 
 def test_codes_of_too_many_bits():

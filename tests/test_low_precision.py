@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
-from eqquant._numerics.hashing import hash_values
+from eqquant._numerics.hashing import hash_values, make_hash_key
 from eqquant._wrappers.low_precision import LowPrecisionArray
 from eqquant._wrappers.scaled import ScaledArray
 
@@ -168,6 +168,29 @@ def test_gradients_of_16_bits_seed_alike_rarely(operands):
     row = jnp.swapaxes(many[:, :1], -1, -2)
     assert not (seeds(many) == seeds(jnp.swapaxes(many, -1, -2))).any()
     assert not (seeds(many[:, :1]) == seeds(row)).any()
+
+
+def test_random_numbers_are_hashes_of_their_places():
+    """Against integers of Python: so a run repeats bit for bit in later versions too."""
+    step, second = 0x9E3779B9, 0x735A2D97
+
+    def mix(x):
+        for shift, factor in ((16, 0x21F0AAAD), (15, second), (15, 1)):
+            x = (x ^ x >> shift) * factor % 2**32
+        return x
+
+    seed, key = mix(7 + step), make_hash_key(jnp.uint32(7))
+    bits = [mix((n * step + seed) % 2**32) for n in range(6)]
+    assert jr.bits(key, (2, 3)).tolist() == [bits[:3], bits[3:]]
+    for dtype in (jnp.uint8, jnp.uint16):
+        assert jr.bits(key, (6,), dtype).tolist() == [b >> 32 - jnp.iinfo(dtype).bits for b in bits]
+    assert jr.key_data(jr.split(key, 3)).ravel().tolist() == [
+        mix((n * step + mix(2**32 - 1 - seed)) % 2**32) for n in range(3)
+    ]
+    assert jr.key_data(jr.fold_in(key, 5)).tolist() == [mix(seed ^ mix(5 + step))]
+    x = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    places = [(int(x.view(np.uint32)[r, c]) + r * step + c * second) % 2**32 for r in range(2) for c in range(3)]
+    assert hash_values(jnp.asarray(x)) == sum(map(mix, places)) % 2**32
 
 
 def test_x64_mode(operands):

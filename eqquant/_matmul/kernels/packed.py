@@ -91,7 +91,7 @@ def decode_columns(
     packed = weight.codes[..., packing.packed_length(start, layout.bits) :]
     codes = packing.unpack(packed, layout.bits, len(columns))
     values = look_up(codes, layout)
-    blocks = np.minimum(columns // layout.block_size, weight.scale.shape[-1] - 1)
+    blocks = columns // layout.block_size
     scale = decode_scale(weight.scale, layout.scale)[..., blocks] if scaled else None
     if scale is not None and weight.row_scale is not None:
         scale = scale * jnp.broadcast_to(weight.row_scale, scale.shape)

@@ -95,6 +95,12 @@ def test_mxfp4_equals_ggml(case, x):
 # Formats of one's own
 
 
+def test_codes_of_one_and_two_bits():
+    values = jnp.array([-3.0, -0.6, -0.4, 0.0, 0.4, 0.6, 3.0])
+    assert eqq.Ternary().encode(values).tolist() == [0, 0, 1, 1, 1, 2, 2]
+    assert eqq.Binary().encode(values).tolist() == [0, 0, 0, 1, 1, 1, 1]  # zero becomes the positive level
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_levels_of_each_code(name):
     format = FORMATS[name].format
@@ -204,11 +210,11 @@ def test_e8m0():
     [(eqq.MXFP4(), 2), (eqq.MXFP8(), 8), (eqq.MXFP8("e5m2"), 15)],
     ids=["mxfp4", "mxfp8", "mxfp8_e5m2"],
 )
-@pytest.mark.parametrize("absmax", [1.0, 1.999, 2.0, 6.0, 7.99, 8.0, 1e-30, 3e38, 448.0])
+@pytest.mark.parametrize("absmax", [1.0, 1.999, 2.0, 6.0, 7.99, 8.0, 1e-30, 1e-37, 3e38, 448.0])
 def test_mx_scale_rule(format, emax, absmax):
     x = jnp.zeros((1, 32)).at[0, 5].set(-absmax)
     scale = float(eqq.quantize(x, format).scale[0, 0])
-    assert scale == 2.0 ** (np.floor(np.log2(np.float32(absmax))) - emax)
+    assert scale == 2.0 ** max(np.floor(np.log2(np.float32(absmax))) - emax, -126)  # less is subnormal in float32
 
 
 def test_nvfp4_scale_has_two_levels(getkey):
@@ -228,6 +234,8 @@ def test_double_quantization_costs_little(getkey):
     single, double = eqq.quantize(x, "nf4"), eqq.quantize(x, eqq.NF4(double_quant=True))
     assert sqnr(x, single) - 1 < sqnr(x, double) <= sqnr(x, single)
     assert double.nbytes < single.nbytes
+    scales = jax.eval_shape(lambda: eqq.quantize(jnp.ones((1, 64 * 257)), eqq.NF4(double_quant=True))).scale_bits
+    assert scales.codes.shape == (1, 257) and scales.scale_bits.shape == (1, 2)  # blocks of 256 scales
 
 
 @pytest.mark.parametrize("format", [eqq.NF4(double_quant=True), eqq.NVFP4()], ids=["nf4_double", "nvfp4"])
@@ -254,6 +262,12 @@ def test_codes_use_the_stored_scale(getkey, dtype, method):
 def test_quantized_scales_have_no_other_dtype():
     with pytest.raises(ValueError, match="must be float32 with `double_quant`"):
         eqq.NF4(double_quant=True, scale_dtype="float16")
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_mlx_reaches_both_ends(sign):
+    x = sign * jnp.tile(jnp.arange(-8.0, 8.0), 4)[None]
+    np.testing.assert_array_equal(np.asarray(eqq.quantize(x, eqq.formats.MLX()).dequantize()), np.asarray(x))
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -136,6 +136,11 @@ def test_scales_are_stored_as_bits(dtype):
     np.testing.assert_array_equal(np.asarray(scale_bits.bits_to_scale(bits, dtype)), np.asarray(scale))
 
 
+def test_float16_scales_do_not_vanish():
+    scale = scale_bits.round_up_from_zero(jnp.array([2.0**-25, -(2.0**-26), 0.0, 2.0**-23, 1.0]), "float16")
+    assert scale.tolist() == [2.0**-24, -(2.0**-24), 0.0, 2.0**-23, 1.0]
+
+
 def test_float16_scales_saturate():
     bits = scale_bits.scale_to_bits(jnp.array([[1e9, -1e9]]), "float16")
     assert scale_bits.bits_to_scale(bits, "float16").tolist() == [[65504.0, -65504.0]]

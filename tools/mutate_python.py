@@ -55,7 +55,7 @@ PAIRS = [
 NAMES = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 SECONDS = 6  # that the tests of a mutant take without it; the quickest of them run
 # The tests that concern a file: the first pattern that its path contains. Files that share them run together.
-NUMERICS = "test_packing.py test_formats.py --every 12"
+NUMERICS = "test_packing.py test_formats.py test_extremes.py::test_empty_arrays --every 12"
 PRODUCTS = """test_dispatch.py test_select.py test_matmul.py test_activations.py::test_transformations
     test_activations.py::test_gradients_pass_straight_through test_activations.py::test_nvfp4_examples_share_no_scale
     -k 'pref or forced or not (pallas or lowers or export or on_gpu)' --every 5"""
@@ -65,6 +65,8 @@ TESTS = {
     "_numerics/batching": "test_methods.py --every 20",
     "_numerics": NUMERICS,
     "_formats/gguf": "test_formats.py test_golden_checkpoints.py --every 8",
+    "_formats/layout": "test_xla_cpu.py test_explain.py --every 8",
+    "_formats/steps": "test_cpu_encode.py --every 12",
     "_formats/iq": "test_vectors.py --every 8",
     "_formats": NUMERICS,
     "kernels/pallas_tpu": "test_pallas_tpu.py --every 10",
@@ -175,10 +177,10 @@ def mutate(path: Path, number: int) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def tests_of(path: str) -> list[str]:
+def tests_of(path: str, instead: str = "") -> list[str]:
     """What pytest is asked to run for a file."""
-    words = shlex.split(next(words for part, words in TESTS.items() if part in path))
-    return [f"tests/{word}" if word.endswith(".py") else word for word in words]
+    words = shlex.split(instead or next(words for part, words in TESTS.items() if part in path))
+    return [f"tests/{word}" if ".py" in word else word for word in words]
 
 
 def functions(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -274,14 +276,14 @@ class Runs:
         by_import, callers = set(self.calls), collections.defaultdict(set)
         imported = {path: Imported(path) for path in dict.fromkeys(m.path for m in self.mutants)}
         kept, limit = session.items[:], 600
-        for mutant in (None, *self.mutants):
+        for number, mutant in enumerate((None, *self.mutants), -1):
             changes = imported[mutant.path].changes(mutant.text) if mutant else {}
             changed = {name_of(code) for code in changes}
             if mutant and (not changed or changed & by_import):
                 continue
             tests = {test for function in changed for test in callers[function]}
             if mutant and not tests:
-                print(json.dumps([mutant.name, "never called"]), file=self.results)
+                print(json.dumps([number, "never called"]), file=self.results)
                 continue
             pid, self.pipe = fork(limit)
             if pid == 0:
@@ -306,8 +308,7 @@ class Runs:
                     for function in calls:
                         callers[function].add(test)
             limit = 3 * SECONDS + 10
-            name, result = (mutant.name, result) if mutant else ("", str(int(2 * sum(self.seconds.values()))))
-            print(json.dumps([name, result]), file=self.results)
+            print(json.dumps([number, result if mutant else 2 * sum(self.seconds.values())]), file=self.results)
         return True
 
     def order(self, path: str, item: pytest.Item) -> tuple:
@@ -325,8 +326,8 @@ def run(options: list[str], runs: Runs | None = None) -> int:
     return int(pytest.main([*quiet, *options], plugins=[runs] if runs else []))
 
 
-def run_mutants(tests: list[str], mutants: list[Mutant], quick: bool) -> Iterator[tuple[str, str]]:
-    """The names of mutants, and what became of them. None if a test fails without any."""
+def run_mutants(tests: list[str], mutants: list[Mutant], quick: bool) -> Iterator[tuple[Mutant, str]]:
+    """Mutants, and what became of them. None if a test fails without any."""
     pid, pipe = fork(100_000)
     if pid == 0:
         runs = Runs(mutants, pipe)
@@ -335,21 +336,23 @@ def run_mutants(tests: list[str], mutants: list[Mutant], quick: bool) -> Iterato
     found = set()
     with pipe:
         for line in pipe:
-            name, result = json.loads(line)
-            found.add(name)
-            if name:
-                yield name, result
-            else:
+            number, result = json.loads(line)
+            found.add(number)
+            if number < 0:
                 limit = int(result) + 10
+            else:
+                yield mutants[number], result
     os.waitpid(pid, 0)
-    for mutant in [] if quick or "" not in found else mutants:
-        if mutant.name not in found:
+    if not found:
+        print("a test fails without a mutant")
+    for number, mutant in enumerate(mutants if found and not quick else []):
+        if number not in found:
             pid, pipe = fork(limit)
             if pid == 0:
                 sys.dont_write_bytecode = True
                 Path(mutant.path).write_text(mutant.text)
                 os._exit(run(tests))
-            yield mutant.name, ended(pid, pipe)[1]
+            yield mutant, ended(pid, pipe)[1]
             shutil.copy2(ROOT / mutant.path, mutant.path)
 
 
@@ -373,14 +376,16 @@ def copy_package(build: Path) -> None:
         importlib.import_module(name)
 
 
-def choose_mutants(parts: list[str], sample: int, chance: random.Random) -> dict[tuple, list[Mutant]]:
-    """Mutants of files by the tests that concern them, and by whether native kernels are on."""
+def choose_mutants(
+    parts: list[str], match: str, tests: str, sample: int, chance: random.Random
+) -> dict[tuple, list[Mutant]]:
+    """Mutants of files by the tests that concern them."""
     files, groups = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "eqquant").rglob("*.py")), {}
     for path in [f for part in parts for f in files if part in f]:
-        every = mutants_of(ROOT / path)
+        every = [mutant for mutant in mutants_of(ROOT / path) if match in f"{path}:{mutant[1]}: {mutant[2]}"]
         chosen = chance.sample(every, min(sample or len(every), len(every)))
         mutants = [Mutant(path, f"{path}:{line}: {what}", mutate(ROOT / path, number)) for number, line, what in chosen]
-        groups.setdefault((*tests_of(path), "cpu" in path), []).extend(mutants)
+        groups.setdefault(tuple(tests_of(path, tests)), []).extend(mutants)
     for mutants in groups.values():
         chance.shuffle(mutants)
     return dict(chance.sample([*groups.items()], len(groups)))
@@ -392,31 +397,31 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["_numerics", "_matmul", "_formats"], help="of the paths of files")
     parser.add_argument("--sample", type=int, default=40, help="how many mutants of each file run; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=1e9, help="after which tests of no other files begin")
+    parser.add_argument("--match", default="", help="a part of what is printed of mutants")
+    parser.add_argument("--tests", default="", help="what pytest is asked to run, instead of the tests of a file")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no further mutant runs")
     parser.add_argument("--quick", action="store_true", help="without mutants of what an import computes")
     arguments = parser.parse_args()
     copy_package(arguments.build)
     rules = [line.split(" | ") for line in EQUIVALENT.read_text().splitlines() if line and line[0] != "#"]
     end, counts = time.time() + 60 * arguments.minutes, collections.defaultdict(collections.Counter)
-    groups = choose_mutants(arguments.parts, arguments.sample, random.Random(arguments.seed))
-    for (*tests, native), mutants in groups.items():
-        if time.time() > end or not mutants:
-            continue
+    chance = random.Random(arguments.seed)
+    groups = choose_mutants(arguments.parts, arguments.match, arguments.tests, arguments.sample, chance)
+    for tests, mutants in groups.items():
+        # XLA computes where native kernels do not matter.
+        native = any("cpu" in word for word in tests)
         os.environ.pop("EQQUANT_CPU_ISA", None) if native else os.environ.update(EQQUANT_CPU_ISA="none")
         print(*tests, flush=True)
-        paths = {mutant.name: mutant.path for mutant in mutants}
-        for name, result in run_mutants(tests, mutants, arguments.quick):
-            path = paths[name]
-            if result in ("survived", "never called") and any(path == rule[0] and rule[1] in name for rule in rules):
-                result = "equivalent"
-            counts[path][result] += 1
-            if result not in ("killed", "equivalent"):
-                print(f"{result}: {name}", flush=True)
-        for path, number in collections.Counter(mutant.path for mutant in mutants).items():
-            counts[path]["did not run"] = number - counts[path].total()
-            print(f"{path}:", ", ".join(f"{n} {kind}" for kind, n in sorted(counts[path].items())), flush=True)
-    total = sum(counts.values(), collections.Counter())
-    print(", ".join(f"{n} {kind}" for kind, n in sorted(total.items())))
+        for mutant, result in run_mutants(tests, mutants, arguments.quick) if time.time() < end and mutants else []:
+            known = any(mutant.path == rule[0] and rule[1] in mutant.name for rule in rules)
+            kind = "equivalent" if known and result in ("survived", "never called") else result
+            counts[mutant.path][kind] += 1
+            if kind not in ("killed", "equivalent"):
+                print(f"{kind}: {mutant.name}", flush=True)
+            if time.time() > end:
+                break
+    for path, kinds in [*counts.items(), ("all", sum(counts.values(), collections.Counter()))]:
+        print(f"{path}:", ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
 
 
 if __name__ == "__main__":

@@ -101,6 +101,11 @@ def test_codes_of_one_and_two_bits():
     assert eqq.Binary().encode(values).tolist() == [0, 0, 0, 1, 1, 1, 1]  # zero becomes the positive level
 
 
+@pytest.mark.parametrize("symmetric, values", [(True, [-9.0, -8.0, 7.0, 8.0]), (False, [-1.0, 0.0, 15.0, 16.0])])
+def test_integers_beyond_the_ends_are_clipped(symmetric, values):
+    assert eqq.Int4(symmetric=symmetric).encode(jnp.array(values)).tolist() == [0, 0, 15, 15]
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_levels_of_each_code(name):
     format = FORMATS[name].format

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqquant._numerics import blocks, packing, scale_bits
+from eqquant._numerics import axes, blocks, packing, scale_bits
 
 
 pack = jax.jit(packing.pack, static_argnums=1)  # one program for each shape
@@ -108,6 +108,18 @@ def test_blocks(block_size, shape):
         assert all(part.shape[-1] in (block_size or shape[-1], shape[-1] % (block_size or 1)) for part in parts)
 
 
+@pytest.mark.parametrize("moved", [(-1,), (-2,), (-3, -1)])
+def test_memory_order(moved):
+    x = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)
+    rows = axes.memory_order(jnp.asarray(x), moved)
+    lengths = tuple(x.shape[axis] for axis in moved)
+    expected = np.moveaxis(x, moved, range(-len(moved), 0))
+    np.testing.assert_array_equal(np.asarray(rows), expected.reshape(*expected.shape[: -len(moved)], -1))
+    np.testing.assert_array_equal(np.asarray(axes.logical_order(rows, moved, lengths)), x)
+    assert axes.as_axis(moved) == (moved[0] if len(moved) == 1 else moved)
+    assert axes.as_axes(axes.as_axis(moved)) == moved
+
+
 @pytest.mark.parametrize("length, block_size", [(40, 8), (37, 8), (5, 8), (40, None), (40, "tensor"), (0, 8)])
 def test_expand(length, block_size):
     count = blocks.num_blocks(length, block_size)
@@ -134,6 +146,9 @@ def test_scales_are_stored_as_bits(dtype):
     bits = scale_bits.scale_to_bits(scale, dtype)
     assert bits.dtype == {"float32": jnp.uint32, "e8m0": jnp.uint8}.get(dtype, jnp.uint16)
     np.testing.assert_array_equal(np.asarray(scale_bits.bits_to_scale(bits, dtype)), np.asarray(scale))
+    if dtype != "e8m0":
+        rounded = scale_bits.round_scale(scale / 3, dtype)
+        np.testing.assert_array_equal(np.asarray(rounded), np.asarray((scale / 3).astype(dtype), np.float32))
 
 
 def test_float16_scales_do_not_vanish():

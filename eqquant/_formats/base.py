@@ -356,7 +356,7 @@ def check_codes(format: AbstractFormat) -> None:
 
     They would change other codes.
     """
-    if is_ours(format, "encode") or isinstance(format, AbstractVectorFormat):
+    if is_ours(format, "encode"):
         return
     sizes = np.exp2(np.arange(-20, 20, 0.25))
     values = np.concatenate([-sizes, [0], sizes]).astype(np.float32)

@@ -24,7 +24,7 @@ class _AbstractMX(AbstractMinifloat):
     def choose_scale(self, blocks: Blocks) -> Scales:
         exponent = floor_log2(absmax(blocks)) - self.element.max_exponent
         # E8M0 goes down to 2**-127, but that is subnormal in float32, which many backends flush to zero.
-        return exp2(jnp.clip(exponent, -126, 127))
+        return exp2(jnp.maximum(exponent, -126))
 
 
 class MXFP8(_AbstractMX):

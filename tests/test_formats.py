@@ -99,6 +99,8 @@ def test_codes_of_one_and_two_bits():
     values = jnp.array([-3.0, -0.6, -0.4, 0.0, 0.4, 0.6, 3.0])
     assert eqq.Ternary().encode(values).tolist() == [0, 0, 1, 1, 1, 2, 2]
     assert eqq.Binary().encode(values).tolist() == [0, 0, 0, 1, 1, 1, 1]  # zero becomes the positive level
+    assert eqq.Ternary().decode(jnp.arange(3, dtype=jnp.uint8)).tolist() == [-1, 0, 1]
+    assert eqq.Binary().decode(jnp.arange(2, dtype=jnp.uint8)).tolist() == [-1, 1]
 
 
 @pytest.mark.parametrize("symmetric, values", [(True, [-9.0, -8.0, 7.0, 8.0]), (False, [-1.0, 0.0, 15.0, 16.0])])
@@ -333,6 +335,12 @@ def test_codebook_of_any_size(getkey, size, width):
     chosen = np.take_along_axis(distance, codes[..., None], -1)[..., 0]
     np.testing.assert_allclose(chosen, distance.min(-1), atol=1e-6)
     assert codes.max() < size
+
+
+@pytest.mark.parametrize("size", [16, 33])
+def test_ties_of_codebooks_go_down(size):
+    format = eqq.Codebook(np.arange(size) - 8)
+    assert format.encode(jnp.arange(size - 1) - 7.5).tolist() == list(range(size - 1))
 
 
 # Rounding

@@ -14,6 +14,7 @@ import eqquant as eqq
 from eqquant._formats.base import find_levels
 from eqquant._methods.stochastic import move_stochastically
 from eqquant._numerics import rounding
+from eqquant._numerics.integers import affine_zero_point
 from eqquant._numerics.minifloats import decode_e8m0, E2M1, E4M3, E5M2, encode_e8m0, UE4M4
 
 from .helpers import FORMATS, KINDS, sqnr, SWEPT_SCALARS, weights
@@ -106,6 +107,8 @@ def test_codes_of_one_and_two_bits():
 @pytest.mark.parametrize("symmetric, values", [(True, [-9.0, -8.0, 7.0, 8.0]), (False, [-1.0, 0.0, 15.0, 16.0])])
 def test_integers_beyond_the_ends_are_clipped(symmetric, values):
     assert eqq.Int4(symmetric=symmetric).encode(jnp.array(values)).tolist() == [0, 0, 15, 15]
+    zero_point = affine_zero_point(jnp.array([-7.0, -8.0, 1.0]), jnp.array([0.5, 0.5, 0.5]), 4)
+    assert zero_point.tolist() == [14, 15, 0]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -271,10 +274,11 @@ def test_quantized_scales_have_no_other_dtype():
         eqq.NF4(double_quant=True, scale_dtype="float16")
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_mlx_reaches_both_ends(sign):
-    x = sign * jnp.tile(jnp.arange(-8.0, 8.0), 4)[None]
-    np.testing.assert_array_equal(np.asarray(eqq.quantize(x, eqq.formats.MLX()).dequantize()), np.asarray(x))
+@pytest.mark.parametrize("low, error", [(-8.0, 0), (-7.5, 1), (-7.0, 0)])
+def test_mlx_reaches_both_ends(low, error):
+    """Of ends of one magnitude neither is a multiple of the step, and the far one is clipped."""
+    x = np.tile(np.arange(16, dtype=np.float32) + np.float32(low), (1, 4))
+    np.testing.assert_allclose(eqq.quantize(jnp.asarray(x), eqq.formats.MLX()).dequantize(), x, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -340,7 +344,7 @@ def test_codebook_of_any_size(getkey, size, width):
 @pytest.mark.parametrize("size", [16, 33])
 def test_ties_of_codebooks_go_down(size):
     format = eqq.Codebook(np.arange(size) - 8)
-    assert format.encode(jnp.arange(size - 1) - 7.5).tolist() == list(range(size - 1))
+    assert format.encode(jnp.arange(size - 1.0) - 7.5).tolist() == list(range(size - 1))
 
 
 # Rounding

@@ -114,7 +114,7 @@ def test_integers_beyond_the_ends_are_clipped(symmetric, values):
 @pytest.mark.parametrize("name", KINDS)
 def test_levels_of_each_code(name):
     format = FORMATS[name].format
-    levels, used = levels_of(format)
+    levels, used = find_levels(format)
     assert levels.shape == used.shape == (2**format.bits,) and used.sum() > 1
     np.testing.assert_array_equal(levels, format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)))
 

@@ -203,7 +203,7 @@ class Imported:
         return [*functions(self.loader.source_to_code(text.encode(), self.file))]
 
     def changes(self, text: str) -> dict[types.CodeType, types.CodeType]:
-        """The code of functions, and what it is in a mutant. Empty where the module itself changes."""
+        """Functions and their code in a mutant. Empty where the module itself changes."""
         after = self.compile(text)
         same = len(after) == len(self.plain)
         return {c: new for c, old, new in zip(self.now, self.plain, after, strict=True) if old != new} if same else {}
@@ -312,7 +312,7 @@ class Runs:
         return True
 
     def order(self, path: str, item: pytest.Item) -> tuple:
-        """Files of tests, and tests in them, that noticed most come first, and then the quickest."""
+        """First files and tests that noticed most, then the quickest."""
         file = item.nodeid.partition("::")[0]
         return -self.kills[path, file], file, -self.kills[path, item.nodeid], self.seconds.get(item.nodeid, 0)
 

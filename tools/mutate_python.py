@@ -290,7 +290,10 @@ class Runs:
                 self.calls.clear()
                 replace(changes)
                 if mutant:
-                    chosen = sorted((i for i in kept if i.nodeid in tests), key=ft.partial(self.order, mutant.path))
+                    chosen = sorted(
+                        (i for i in kept if i.nodeid.partition("[")[0] in tests),
+                        key=ft.partial(self.order, mutant.path),
+                    )
                     ends = it.accumulate(self.seconds[item.nodeid] for item in chosen)
                     session.items[:] = [
                         i for i, end in zip(chosen, ends, strict=True) if end < SECONDS or i is chosen[0]
@@ -306,7 +309,7 @@ class Runs:
                 if not mutant:
                     self.seconds[test] = self.seconds.get(test, 0) + seconds
                     for function in calls:
-                        callers[function].add(test)
+                        callers[function].add(test.partition("[")[0])  # other cases find compiled programs
             limit = 3 * SECONDS + 10
             print(json.dumps([number, result if mutant else 2 * sum(self.seconds.values())]), file=self.results)
         return True

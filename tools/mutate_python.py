@@ -58,7 +58,8 @@ SECONDS = 6  # that the tests of a mutant take without it; the quickest of them 
 NUMERICS = "test_packing.py test_formats.py test_extremes.py::test_empty_arrays --every 12"
 PRODUCTS = """test_dispatch.py test_select.py test_matmul.py test_activations.py::test_transformations
     test_activations.py::test_gradients_pass_straight_through test_activations.py::test_nvfp4_examples_share_no_scale
-    -k 'pref or forced or not (pallas or lowers or export or on_gpu)' --every 5"""
+    -k 'pref or forced or not (pallas or lowers or export or on_gpu or reasons)'
+    --every 5"""
 TESTS = {
     "_numerics/hadamard": "test_mapped.py test_rotations.py --every 8",
     "_numerics/hashing": "test_low_precision.py -k 'hashes or seed'",
@@ -78,6 +79,7 @@ TESTS = {
     "kernels/xla_codes": "test_activations.py -k 'numpy or lowest or longest or types or nan_in' --every 6",
     "kernels/cpu_int8": "test_cpu_int8.py --every 20",
     "kernels/cpu": "test_cpu_matmul.py --every 30",
+    "_matmul/dispatch": "test_dispatch.py -k 'cpu or pref or reas or forc or prec'",
     "_matmul/explain": "test_explain.py",
     "_matmul/partition": "test_partition.py --every 3",
     "_matmul/quax": "test_quax_packed.py test_operators.py --every 4",

@@ -23,6 +23,7 @@ bool near(double actual, double expected, double bound);
 // Each adds the tests of one file.
 void add_decode_tests();
 void add_matmul_tests();
+void add_slice_tests();
 void add_int8_tests();
 void add_encode_tests();
 void add_check_tests();

@@ -92,6 +92,15 @@ void add_products() {
   problem("M 2^31", [](P& p) { p.m = int64_t{1} << 31; });
   problem("M 2^31 - 1", [](P& p) { p.m = (int64_t{1} << 31) - 1; }, true);
   problem("N 2^31", [](P& p) { p.n = int64_t{1} << 31; });
+  problem("x by neither rows nor columns", [](P& p) { p.x_column = 2; });
+  problem("y by neither rows nor columns", [](P& p) { p.y_column = 2; });
+  problem(
+      "x and y by columns",
+      [](P& p) {
+        p.x_row = p.y_row = 1;
+        p.x_column = p.y_column = 2;
+      },
+      true);
   problem("a block of nothing", [](P& p) { p.block_size = 0; });
   problem("a byte too few", [](P& p) { --p.words; });
   problem("a byte too many", [](P& p) { ++p.words; });

@@ -58,17 +58,11 @@ EQQ_INLINE void write_square(const Problem& p, int64_t base, int64_t count, int6
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i)
       if (i < count) store_some(p, base + i * p.y_column, square[i], first_few(lanes));
-  } else if (p.y_column == 1) {
+  } else {
     avx512::Simd::transpose(square);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i)
       if (i < lanes) store_some(p, base + i * p.y_row, square[i], first_few(count));
-  } else {
-    for (int64_t i = 0; i < count; ++i) {
-      alignas(64) float row[16];
-      _mm512_store_ps(row, square[i]);
-      for (int64_t j = 0; j < lanes; ++j) store_some(p, base + j * p.y_row + i * p.y_column, _mm512_set1_ps(row[j]), 1);
-    }
   }
 }
 

@@ -40,6 +40,8 @@ const char* check_problem(const Problem& p, char* text, size_t room) {
                 product(p.batch, p.m, inner + 1024) >= 0 && product(p.batch, p.m, outer) >= 0 &&
                 product(p.m + 64, inner + 1024, 4 * (p.batch + 1)) >= 0,
             "the product is too large");
+  EQQ_CHECK(p.m == 0 || ((p.x_row == 1 || p.x_column == 1) && (p.y_row == 1 || p.y_column == 1)),
+            "rows or columns of x and of y must be contiguous");
   const bool coded = p.scale_codes != nullptr, offsets = p.offset != nullptr;
   EQQ_CHECK(coded || p.offset_codes == nullptr, "offsets are codes, and scales are not");
   EQQ_CHECK(!coded || !offsets || p.offset_codes != nullptr, "scales are codes, and offsets are not");

@@ -76,7 +76,7 @@ typedef struct Problem {
   // has.
   int64_t scale_words, scale_block_size, scale_blocks;
 
-  // In elements. Either stride of a matrix may be 1.
+  // In elements. One stride of a matrix is 1: its rows or its columns are contiguous.
   int64_t x_batch, x_row, x_column;
   int64_t y_batch, y_row, y_column;
 

@@ -40,17 +40,8 @@ void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows,
     avx512::Simd::transpose(out);
     return;
   }
-  for (int64_t j = 0; j < 16; ++j) {
-    const int64_t from = at + (j < real ? j : 0) * p.x_column;
-    if (p.x_row == 1) {
-      out[j] = load_some(p.x, p.x_type, from, j < real ? first_few(rows) : 0);
-      continue;
-    }
-    float values[16] = {0};
-    for (int64_t i = 0; i < (j < real ? rows : 0); ++i)
-      _mm_store_ss(values + i, _mm512_castps512_ps128(load_some(p.x, p.x_type, from + i * p.x_row, 1)));
-    out[j] = _mm512_loadu_ps(values);
-  }
+  for (int64_t j = 0; j < 16; ++j)
+    out[j] = load_some(p.x, p.x_type, at + (j < real ? j : 0) * p.x_column, j < real ? first_few(rows) : 0);
 }
 
 // The amax, the sum of squares and the count of nonzeros of each lane. With a NaN, the amax is NaN.

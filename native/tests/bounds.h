@@ -31,22 +31,23 @@ constexpr double kOfLanes = 8;
 
 double up(int64_t a, int64_t b) { return static_cast<double>((a + b - 1) / b); }
 
+// Of a sum of `count` numbers, where so many are added one after the other, and then what they add up to.
+double parts(int64_t count, int64_t part) { return static_cast<double>(std::min(count, part)) + up(count, part); }
+
 // The roundings of a term of a product of floats, on an instruction set with vectors of `lanes` floats.
 double float_roundings(const Problem& p, int lanes) {
   double sum;
   if (p.transpose) {
-    sum = static_cast<double>(std::min<int64_t>(p.n, 64)) + up(p.n, 64);  // 64 rows of the weight at a time
+    sum = parts(p.n, 64);  // rows of the weight
   } else {
     // Lanes run along k, or along rows of x or of the weight: then 512 codes are added up at a time.
-    sum = std::max(up(p.k, lanes), static_cast<double>(std::min<int64_t>(p.k, 512)) + up(p.k, 512));
+    sum = std::max(up(p.k, lanes), parts(p.k, 512));
   }
   if (p.offset != nullptr) {
-    // Offsets, to which the middle of the table was added (3), meet sums of blocks of x, which are added up one after
-    // the other where x lies by columns. Transposed, all rows of the weight are one after the other.
-    const double offsets =
-        p.transpose
-            ? static_cast<double>(p.n)
-            : static_cast<double>(p.x_column == 1 ? up(p.block_size, 16) + 15 : p.block_size) + up(p.blocks, 16) + 15;
+    // Offsets, to which the middle of the table was added (3), meet sums of blocks of x: of 16 lanes, or where x lies
+    // by columns of 64 numbers at a time. Transposed, they meet 64 numbers of x at a time.
+    const double block = p.x_column == 1 ? up(p.block_size, 16) + 15 : parts(p.block_size, 64);
+    const double offsets = p.transpose ? parts(p.n, 64) : block + up(p.blocks, 16) + 15;
     sum = std::max(sum, offsets) + 3;
   }
   return kOfTerm + sum + kOfLanes;
@@ -75,8 +76,10 @@ double result_rounding(int type, double value) {
 }
 
 // How many times its expectation a sum of squares of `count` independent errors may be, but for a probability of 1e-9:
-// Laurent and Massart, Annals of Statistics 28, lemma 1. Transposed, x is scaled once for all results of a row, and
-// their offsets are one sum for each block; so few errors are independent there, and their mean says little.
+// Laurent and Massart, Annals of Statistics 28, lemma 1. Transposed, results of a block share errors: x is scaled once
+// for all of them, their offsets are one sum, and codes of one bit have but two products with each number of x, whose
+// roundings are in every result. So a row of x has as many independent errors as blocks. One block and one row may be
+// 51 times their expectation, where 600 independent results may not be 1.5 times.
 double most_of_mean(double count) { return 1 + 2 * sqrt(20.7 / count) + 2 * 20.7 / count; }
 
 }  // namespace

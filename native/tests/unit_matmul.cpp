@@ -99,6 +99,20 @@ void add_offsets() {
     form.scale_bits = 6;
     by_methods("offsets/" + to_string(bits) + " bits, of scales of scales", form);
   }
+  // Offsets of one sign, times numbers of one sign: a sum of them all, one after the other, would lose three bits.
+  test("matmul/offsets/many rows of the weight, transposed", [](const Isa& isa) {
+    Form form;
+    form.bits = 1;
+    form.table = kIntegers;
+    form.offsets = true;
+    form.n = 16384;
+    form.k = 64;
+    form.block = 16;
+    Product product(Weight(form), {"", 1, true});
+    for (double& number : product.x) number = fabs(number);
+    product.tolerance = 0x1p-22;
+    product.check(isa);
+  });
 }
 
 // Lengths of one less, one more than tiles and segments.

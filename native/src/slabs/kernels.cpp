@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kMostCodes = 512;   // of a segment
 constexpr int64_t kAhead = 4096;  // bytes to the prefetched codes
+constexpr int64_t kPart = 64;     // numbers that are added one after the other, so that few roundings add up
 
 // Unpacks one part of the codes of a segment, shifted to its place. `out` has room for a plane more than they need;
 // bytes up to `limit` can be read.
@@ -199,7 +200,11 @@ void sums_of_row(const Problem* problem, int64_t batch, int64_t m, float* out) {
       for (; i + kLanes <= last; i += kLanes) some += load_floats(x + i);
       sum = sum_of(some);
     }
-    for (; i < last; ++i) sum += x[i * p.x_column];
+    while (i < last) {
+      float part = 0;
+      for (const int64_t end = min64(i + kPart, last); i < end; ++i) part += x[i * p.x_column];
+      sum += part;
+    }
     out[block] = sum;
   }
 }
@@ -239,13 +244,18 @@ void add_products(const Problem* slab, const float* offsets, const float* sums) 
 
 void add_products_transposed(const Problem* slab, const float* offsets, float* room) {
   const Problem& q = *slab;
+  float* part = room + q.blocks;
   for (int64_t m = 0; m < q.m; ++m) {
     const float* x = static_cast<const float*>(q.x) + m * q.x_row;
     float* y = static_cast<float*>(q.y) + m * q.y_row;
     for (int64_t block = 0; block < q.blocks; ++block) room[block] = 0;
-    for (int64_t n = 0; n < q.n; ++n) {
-      const float factor = x[n * q.x_column], *row = offsets + n * q.blocks;
-      for (int64_t block = 0; block < q.blocks; ++block) room[block] += factor * row[block];
+    for (int64_t first = 0; first < q.n; first += kPart) {
+      for (int64_t block = 0; block < q.blocks; ++block) part[block] = 0;
+      for (int64_t n = first; n < min64(first + kPart, q.n); ++n) {
+        const float factor = x[n * q.x_column], *row = offsets + n * q.blocks;
+        for (int64_t block = 0; block < q.blocks; ++block) part[block] += factor * row[block];
+      }
+      for (int64_t block = 0; block < q.blocks; ++block) room[block] += part[block];
     }
     for (int64_t k = 0; k < q.k; ++k) y[k * q.y_column] += room[k / q.block_size];
   }

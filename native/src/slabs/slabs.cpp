@@ -76,7 +76,7 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
   scales_ = zeros_ + room_for(joins_ && p.zero_point != nullptr, rows * some);
   offsets_ = scales_ + room_for(decodes_, 4 * rows * some);
   room_ = offsets_ + room_for(p.offset != nullptr, 4 * rows * some);
-  own_bytes_ = aligned(room_ + 4 * max64(some, p.scale_codes != nullptr ? rows * p.scale_blocks : 0)) + 64;
+  own_bytes_ = aligned(room_ + 4 * max64(2 * some, p.scale_codes != nullptr ? rows * p.scale_blocks : 0)) + 64;
   sums_bytes_ = p.offset != nullptr && !p.transpose ? aligned(4 * p.batch * p.m * p.blocks) : 0;
 }
 

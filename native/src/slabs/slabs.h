@@ -25,7 +25,7 @@ typedef struct SlabKernel {
   void (*sums)(const Problem*, int64_t batch, int64_t m, float* out);
   // Adds products with the offsets of a slab, a problem of one batch, to its results. `sums` belong to all rows of x.
   void (*add)(const Problem* slab, const float* offsets, const float* sums);
-  // The same, transposed. `room` has a float for each block.
+  // The same, transposed. `room` has two floats for each block.
   void (*add_transposed)(const Problem* slab, const float* offsets, float* room);
 } SlabKernel;
 

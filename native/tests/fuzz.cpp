@@ -167,6 +167,13 @@ double scale_at(const Problem& p, int64_t row, int64_t block, bool offset = fals
                             static_cast<float>(outer));
 }
 
+// Which matrix of a stack each batch has: any, also beyond the ends, or one that all of them share.
+void choose_matrices(Random& random, const Problem& p, Exact<int32_t>& selected) {
+  const bool shared = coin(random, 30);
+  for (int64_t b = 0; b < p.batch; ++b)
+    selected[b] = shared && b > 0 ? selected[0] : static_cast<int32_t>(below(random, p.stack + 2) - 1);
+}
+
 // What the grid (`fuzz_grid.h`) determines of a problem. The rest is random.
 struct Cell {
   int64_t k, n, m;
@@ -240,7 +247,10 @@ Made make(Random& random, const Cell* cell = nullptr) {
   const int64_t x_pad = coin(random, 20) ? below(random, 5) : 0, y_pad = coin(random, 20) ? below(random, 5) : 0;
   p.x_row = x_turned ? 1 : inner + x_pad;
   p.x_column = x_turned ? p.m + x_pad : 1;
-  p.x_batch = (x_turned ? inner : p.m) * (x_turned ? p.x_column : p.x_row);
+  const bool x_shared = coin(random, 30);  // by all matrices of a batch
+  const int64_t x_matrix = (x_turned ? inner : p.m) * (x_turned ? p.x_column : p.x_row),
+                x_matrices = x_shared ? std::min<int64_t>(p.batch, 1) : p.batch, x_size = x_matrices * x_matrix;
+  p.x_batch = x_shared ? 0 : x_matrix;
   p.y_row = y_turned ? 1 : outer + y_pad;
   p.y_column = y_turned ? p.m + y_pad : 1;
   p.y_batch = (y_turned ? outer : p.m) * (y_turned ? p.y_column : p.y_row);
@@ -252,12 +262,12 @@ Made make(Random& random, const Cell* cell = nullptr) {
     Exact<int32_t> selected;
   };
   const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = scale_bytes(p.scale_kind);
-  auto arrays = std::make_shared<Arrays>(Arrays{
-      Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * scales * width),
-      Exact<uint8_t>(p.stack * p.n * scales * width), Exact<uint8_t>(p.stack * p.n * p.scale_words),
-      Exact<uint8_t>(p.stack * p.n * p.scale_words), Exact<uint8_t>(p.stack * p.n * p.zero_words),
-      Exact<float>(p.stack * p.n), Exact<float>(int64_t{1} << p.bits), Exact<float>(int64_t{1} << p.scale_bits),
-      Exact<uint8_t>(p.batch * p.x_batch * item), Exact<uint8_t>(p.batch * p.y_batch * item), Exact<int32_t>(p.batch)});
+  auto arrays = std::make_shared<Arrays>(
+      Arrays{Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * scales * width),
+             Exact<uint8_t>(p.stack * p.n * scales * width), Exact<uint8_t>(p.stack * p.n * p.scale_words),
+             Exact<uint8_t>(p.stack * p.n * p.scale_words), Exact<uint8_t>(p.stack * p.n * p.zero_words),
+             Exact<float>(p.stack * p.n), Exact<float>(int64_t{1} << p.bits), Exact<float>(int64_t{1} << p.scale_bits),
+             Exact<uint8_t>(x_size * item), Exact<uint8_t>(p.batch * p.y_batch * item), Exact<int32_t>(p.batch)});
   Arrays& a = *arrays;
   made.keep = arrays;
 
@@ -311,7 +321,7 @@ Made make(Random& random, const Cell* cell = nullptr) {
     a.scale_table[i] = consecutive ? static_cast<float>(i - (p.scale_bits == 8 ? 128 : 0)) : 0.5f + normal(random);
   for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
-  std::vector<double> x(p.batch * p.x_batch);
+  std::vector<double> x(x_size);
   const int outliers =
       p.x_type == kFloat32 && coin(random, 20) ? 1 + static_cast<int>(below(random, 30)) : 0;  // one in so many
   // These may not change other rows, nor make a kernel take more memory than it has.
@@ -343,7 +353,7 @@ Made make(Random& random, const Cell* cell = nullptr) {
     p.scale_table = a.scale_table.data.get();
     if (offsets) p.offset_codes = a.offset_codes.data.get();
   }
-  for (int64_t b = 0; b < p.batch; ++b) a.selected[b] = static_cast<int32_t>(below(random, p.stack + 2) - 1);
+  choose_matrices(random, p, a.selected);
   p.selected = selects ? a.selected.data.get() : nullptr;
 
   made.expected.assign(p.batch * p.m * outer, 0);
@@ -386,15 +396,15 @@ Made make(Random& random, const Cell* cell = nullptr) {
   bool alike = hole && p.bits < 8;
   for (int i = 1; i < codes && !alike; ++i) alike = a.table[i] == a.table[0];
   const int64_t apart = alike ? 1 : p.transpose ? p.blocks : outer;
-  made.independent = outliers > 0 || hostile > 0 ? 0 : static_cast<double>(p.batch * p.m * apart);
+  made.independent = outliers > 0 || hostile > 0 ? 0 : static_cast<double>(x_matrices * p.m * apart);
   char text[300];
   snprintf(text, sizeof text,
            "batch %ld of %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d of %d bits, %ld x %d transpose %d "
-           "zeros %d rows %d offsets %d turned %d%d coarse %d",
+           "zeros %d rows %d offsets %d turned %d%d shared %d coarse %d",
            static_cast<long>(p.batch), selects ? static_cast<long>(p.stack) : 0L, static_cast<long>(p.m),
            static_cast<long>(p.n), static_cast<long>(p.k), p.bits, p.values, static_cast<long>(p.block_size),
            p.scale_kind, p.scale_bits, static_cast<long>(p.scale_block_size), p.x_type, p.transpose, zeros, rows,
-           offsets, x_turned, y_turned, p.coarse);
+           offsets, x_turned, y_turned, x_shared, p.coarse);
   made.text = text;
   return made;
 }

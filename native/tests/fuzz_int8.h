@@ -48,7 +48,10 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   const int64_t x_pad = coin(random, 20) ? below(random, 5) : 0, y_pad = coin(random, 20) ? below(random, 5) : 0;
   p.x_row = x_turned ? 1 : p.k + x_pad;
   p.x_column = x_turned ? p.m + x_pad : 1;
-  p.x_batch = (x_turned ? p.k : p.m) * (x_turned ? p.x_column : p.x_row);
+  const bool x_shared = coin(random, 30);  // by all matrices of a batch
+  const int64_t x_matrix = (x_turned ? p.k : p.m) * (x_turned ? p.x_column : p.x_row),
+                x_size = (x_shared ? std::min<int64_t>(p.batch, 1) : p.batch) * x_matrix;
+  p.x_batch = x_shared ? 0 : x_matrix;
   p.y_row = y_turned ? 1 : p.n + y_pad;
   p.y_column = y_turned ? p.m + y_pad : 1;
   p.y_batch = (y_turned ? p.n : p.m) * (y_turned ? p.y_column : p.y_row);
@@ -61,11 +64,11 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   };
   const int64_t item = p.x_type == kFloat32 ? 4 : 2, width = p.scale_kind == 0 ? 4 : p.scale_kind <= 2 ? 2 : 1;
   const int64_t x_item = q.form == kFloats ? item : 1;
-  auto arrays = std::make_shared<Arrays>(Arrays{
-      Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * p.blocks * width),
-      Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<uint8_t>(p.batch * p.m), Exact<float>(p.stack * p.n),
-      Exact<float>(p.batch * p.m), Exact<float>(int64_t{1} << p.bits), Exact<uint8_t>(p.batch * p.x_batch * x_item),
-      Exact<uint8_t>(p.batch * p.y_batch * item), Exact<int32_t>(p.batch)});
+  auto arrays = std::make_shared<Arrays>(
+      Arrays{Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * p.blocks * width),
+             Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<uint8_t>(p.batch * p.m), Exact<float>(p.stack * p.n),
+             Exact<float>(p.batch * p.m), Exact<float>(int64_t{1} << p.bits), Exact<uint8_t>(x_size * x_item),
+             Exact<uint8_t>(p.batch * p.y_batch * item), Exact<int32_t>(p.batch)});
   Arrays& a = *arrays;
   made.keep = arrays;
 
@@ -99,7 +102,7 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   for (int64_t i = 0; i < a.x_scale.size; ++i) a.x_scale[i] = unit * fabsf(normal(random));
   const bool extreme = coin(random, 10);
   for (int64_t i = 0; i < a.x_zero.size; ++i) a.x_zero[i] = static_cast<uint8_t>(extreme ? 255 : random());
-  for (int64_t i = 0; i < p.batch * p.x_batch; ++i) {
+  for (int64_t i = 0; i < x_size; ++i) {
     if (q.form != kFloats) {
       a.x[i] = static_cast<uint8_t>(extreme ? (q.form == kUnsigned ? 0 : 128) : random());
       continue;
@@ -109,12 +112,11 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
     const uint16_t two = p.x_type == kFloat16 ? to_half(value) : to_bfloat16(value);
     memcpy(&a.x[item * i], p.x_type == kFloat32 ? static_cast<const void*>(&word) : &two, item);
   }
-  if (q.form == kFloats && p.batch * p.x_batch > 0 && coin(random, 10)) {
+  if (q.form == kFloats && x_size > 0 && coin(random, 10)) {
     const float odd = coin(random) ? NAN : INFINITY;
     const uint32_t word = float_to_bits(odd);
     const uint16_t two = p.x_type == kFloat16 ? (odd > 0 ? 0x7c00 : 0x7e00) : static_cast<uint16_t>(word >> 16);
-    memcpy(&a.x[item * below(random, p.batch * p.x_batch)],
-           p.x_type == kFloat32 ? static_cast<const void*>(&word) : &two, item);
+    memcpy(&a.x[item * below(random, x_size)], p.x_type == kFloat32 ? static_cast<const void*>(&word) : &two, item);
   }
   p.x = a.x.data.get();
   p.y = a.y.data.get();
@@ -123,7 +125,7 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   p.table = a.table.data.get();
   p.zero_point = zeros ? a.zero.data.get() : nullptr;
   p.row_scale = rows ? a.row_scale.data.get() : nullptr;
-  for (int64_t b = 0; b < p.batch; ++b) a.selected[b] = static_cast<int32_t>(below(random, p.stack + 2) - 1);
+  choose_matrices(random, p, a.selected);
   p.selected = selects ? a.selected.data.get() : nullptr;
   q.x_scale = scaled ? a.x_scale.data.get() : nullptr;
   q.x_zero = q.affine && scaled ? a.x_zero.data.get() : nullptr;
@@ -190,10 +192,10 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   char text[300];
   snprintf(text, sizeof text,
            "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d scaled %d affine %d y %d "
-           "zeros %d rows %d turned %d%d",
+           "zeros %d rows %d turned %d%d shared %d",
            static_cast<long>(p.batch), static_cast<long>(p.m), static_cast<long>(p.n), static_cast<long>(p.k), p.bits,
            kind, static_cast<long>(p.block_size), p.scale_kind, q.form, scaled, q.affine, p.x_type, zeros, rows,
-           x_turned, y_turned);
+           x_turned, y_turned, x_shared);
   made.text = text;
   return made;
 }

@@ -1,7 +1,7 @@
 """Breaks the native kernels in thousands of small ways, one at a time, and reports changes that no test notices.
 
 All mutants of some folders are compiled at once, and a variable of the environment chooses the one that runs
-(`native/tests/mutants.h`). A mutant is killed if `unit` or `fuzz` fails, crashes or takes too long.
+(`native/tests/mutants.h`). A mutant is killed if `unit`, `fuzz` or its grid fails, crashes or takes too long.
 
     nox -s mutation                                                 # a sample
     python -m tools.mutate_native build/mutants float int8 --sets generic avx2 --sample 200 --seed 3
@@ -244,12 +244,18 @@ def runs(command: list[str], seconds: int, **env: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("build", type=Path, help="a folder for what is built")
-    parser.add_argument("rooms", nargs="*", default=["float", "int8", "encode", "slabs"], help="folders of native/src")
+    parser.add_argument(
+        "rooms",
+        nargs="*",
+        default=["float", "int8", "encode", "slabs"],
+        help="folders of native/src, or how files begin: float/slice",
+    )
     parser.add_argument("--sets", nargs="*", default=["generic", "avx2"], help="instruction sets whose kernels break")
     parser.add_argument("--sample", type=int, default=0, help="how many mutants run; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--numbers", nargs="*", type=int, help="of the mutants to run, as printed before")
     parser.add_argument("--problems", default="800", help="of `fuzz`")
+    parser.add_argument("--cells", default="600", help="of the grid of `fuzz`")
     parser.add_argument("--options", default="-O1", help="of the compiler")
     parser.add_argument("--sanitize", action="store_true", help="also kill what reads or writes beyond an array")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further mutant runs")
@@ -258,7 +264,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     build = Build(folder, arguments.sets, arguments.options, arguments.sanitize)
     every = [m for path, text in build.originals.items() for m in mutants_of(path, text)]
-    every = [m for m in every if m.path.startswith(tuple(f"src/{room}/" for room in arguments.rooms))]
+    every = [m for m in every if m.path.startswith(tuple(f"src/{room}" for room in arguments.rooms))]
     mutants = dict(enumerate(every))
     build.programs(mutants)
     print(f"{len(every)} mutants, {len(every) - len(mutants)} of which do not compile", flush=True)
@@ -268,7 +274,9 @@ def main() -> None:
                if fnmatch.fnmatch(m.path, path) and re.fullmatch(what, m.what) and re.search(text, m.text)}  # fmt: skip
     reached, seconds = collections.defaultdict(list), {}
     for name in arguments.sets:
-        for program in ([str(folder / "unit"), f"on {name}"], [str(folder / "fuzz"), arguments.problems, "0", name]):
+        fuzz = str(folder / "fuzz")
+        programs = [str(folder / "unit"), f"on {name}"], [fuzz, arguments.problems, "0", name]
+        for program in (*programs, [fuzz, "grid", arguments.cells, "0", name]):
             begin = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
             if not runs(program, 600, EQQUANT_REACHED=str(folder / "reached")):
                 raise SystemExit(f"{program} fails without a mutant")

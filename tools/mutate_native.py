@@ -84,9 +84,10 @@ def mutants_of(path: str, text: str) -> list[Mutant]:
         if "|=" not in code[m.end() : end]:
             add("drop loop", m.start(), (m.end(), 0, "::mutant::not_in({}) && ("), (end, 0, ")"))
     statement = r"^( *)((?!return|static|const|using|else|case|for|while|if|goto|do)[\w.\->:\[\] *+/<>%(),&?!=|-]+;)$"
+    declaration = r"(\w+(<.*>)?|const \w+)[ *&]+(const )?\w+( =|;|\()"
     for m in re.finditer(statement, code, re.M):
         if re.match(r"\w[\w.\[\]>*+ -]*? [-+*|&^]?= |[\w:.>-]+(<[^<>]*>)?\(.*\);$|\+\+|--", m[2]):
-            if not re.match(r"(\w+(<.*>)?|const \w+)[ *&]+\w+( =|;|\()", m[2]) or re.match(r"\w+ [-+*|&^]?= ", m[2]):
+            if not re.match(declaration, m[2]) or re.match(r"\w+ [-+*|&^]?= ", m[2]):
                 add("drop statement", m.start(2), (m.start(2), 0, "if (::mutant::not_in({})) "))
     return [m for m in found if line_start(m.edits[0][0]) not in starts]
 

@@ -118,7 +118,7 @@ class Build:
     def __init__(self, folder: Path, sets: list[str], options: str, sanitize: bool):
         self.folder, self.sets, self.options = folder, sets, options
         self.sanitizer = " -fsanitize=address" if sanitize else ""
-        self.source, self.switches = folder / "source", (NATIVE / "tests" / "mutants.h").read_text()
+        self.source = folder / "source"
         shutil.rmtree(self.source, ignore_errors=True)
         shutil.copytree(NATIVE, self.source)
         self.originals = {str(p.relative_to(NATIVE)): p.read_text() for p in sorted(NATIVE.rglob("*.[ch]*"))}
@@ -141,52 +141,52 @@ class Build:
             return match[1]
         return "amx" if "/amx/" in name else "avx512vnni" if "vnni" in name else ""
 
-    def object(self, name: str, text: str, extra: str) -> tuple[Path, str]:
+    def object(self, name: str, extra: str = "") -> tuple[Path, str]:
         """Compiles one object unless it is there. Returns its place, and the errors."""
         command = self.commands[name]
+        run = lambda line: subprocess.run(line, shell=True, cwd=command["directory"], capture_output=True, text=True)
         line = command["command"].replace("-O3", self.options + extra)
-        key = hashlib.sha256((line + text + self.switches * bool(extra)).encode()).hexdigest()[:24]
+        source = run(line.replace(f"-o CMakeFiles/{name}", "-E -P -o -")).stdout
+        key = hashlib.sha256((line + source).encode()).hexdigest()[:24]
         out = self.folder / "objects" / f"{key}.o"
-        line = line.replace(f"-o CMakeFiles/{name}", f"-fmax-errors=0 -o {out}.new")
         if not out.exists():
-            result = subprocess.run(line, shell=True, cwd=command["directory"], capture_output=True, text=True)
+            result = run(line.replace(f"-o CMakeFiles/{name}", f"-fmax-errors=0 -o {out}.new"))
             if result.returncode != 0:
                 return out, result.stderr
-            Path(f"{out}.new").rename(out)
+            if "-fsyntax-only" not in extra:
+                Path(f"{out}.new").rename(out)
         return out, ""
+
+    def culprits(self, name: str, errors: str, mutants: dict[int, Mutant]) -> list[int]:
+        """The numbers of the mutants that make an object fail to compile."""
+        places: set[tuple[str, str]] = set()
+        for pattern in PLACES:
+            places = places or set(re.findall(pattern.replace("SOURCE", str(self.source)), errors))
+        numbers = set(re.findall(r"mutants.h: In instantiation of .*kId = (\d+)", errors))
+        gone = [i for i, m in mutants.items() if str(i) in numbers or (m.path, str(m.line)) in places]
+        print(f"{name}: {len(gone)} mutants do not compile", flush=True)
+        if not gone:
+            raise SystemExit(errors[:4000])
+        return gone
 
     def programs(self, mutants: dict[int, Mutant]) -> None:
         """Builds `unit` and `fuzz`. Removes mutants that do not compile, a line at a time."""
-        kernels = [path for path in self.originals if path.startswith("src/")]
-        original = "".join(self.originals[path] for path in kernels)
         names = [name for name in self.commands if self.set_of(name) not in self.sets]
         plain = [n for n in names if n.startswith("kernels") and self.set_of(n)]
-        objects = {name: self.object(name, original, "")[0] for name in plain}
+        objects = {name: self.object(name)[0] for name in plain}
         header = f" -include {NATIVE}/tests/mutants.h -w{self.sanitizer}"
-        # Cheap ones first, so that most errors are found soon.
-        mutated = sorted((n for n in self.commands if n not in plain), key=lambda n: ("float" in n, "avx512" in n))
-        while mutated:
-            for path, text in self.originals.items():
-                write(self.source, path, text, {i: m for i, m in mutants.items() if m.path == path})
-            text = "".join((self.source / path).read_text() for path in kernels)
-            tests = "".join(self.originals.values())
-            for name in mutated:
-                is_kernel = name.startswith("kernels")
-                objects[name], errors = self.object(name, text if is_kernel else text + tests, header)
-                if errors:
-                    places: set[tuple[str, str]] = set()
-                    for pattern in PLACES:
-                        places = places or set(re.findall(pattern.replace("SOURCE", str(self.source)), errors))
-                    numbers = set(re.findall(r"mutants.h: In instantiation of .*kId = (\d+)", errors))
-                    gone = [i for i, m in mutants.items() if str(i) in numbers or (m.path, str(m.line)) in places]
-                    print(f"{name}: {len(gone)} mutants do not compile", flush=True)
-                    if not gone:
-                        raise SystemExit(errors[:4000])
-                    for i in gone:
-                        del mutants[i]
-                    break
-            else:
-                break
+        # Most errors are found without code, which takes longest to generate.
+        for extra in (f"{header} -fsyntax-only", header):
+            gone = [0]
+            while gone:
+                for path, text in self.originals.items():
+                    write(self.source, path, text, {i: m for i, m in mutants.items() if m.path == path})
+                gone = []
+                for name in self.commands.keys() - set(plain):
+                    objects[name], errors = self.object(name, extra)
+                    gone += self.culprits(name, errors, mutants) if errors else []
+                for i in set(gone):
+                    del mutants[i]
         switch = self.folder / "switch.cpp"
         switch.write_text(SWITCH.replace("COUNT", str(max(mutants, default=0) + 1)))
         for program in ("unit", "fuzz"):

@@ -266,9 +266,12 @@ def main() -> None:
     build = Build(folder, arguments.sets, arguments.options, arguments.sanitize)
     every = [m for path, text in build.originals.items() for m in mutants_of(path, text)]
     every = [m for m in every if m.path.startswith(tuple(f"src/{room}" for room in arguments.rooms))]
-    mutants = dict(enumerate(every))
+    # Only those that run are compiled, which takes a fraction of the time.
+    chosen = random.Random(arguments.seed).sample(range(len(every)), min(arguments.sample or len(every), len(every)))
+    chosen = arguments.numbers or chosen
+    mutants = {i: every[i] for i in chosen}
     build.programs(mutants)
-    print(f"{len(every)} mutants, {len(every) - len(mutants)} of which do not compile", flush=True)
+    print(f"{len(chosen)} of {len(every)} mutants, {len(chosen) - len(mutants)} of which do not compile", flush=True)
 
     rules = [line.split(" | ") for line in EQUIVALENT.read_text().splitlines() if line and line[0] != "#"]
     reasons = {i: reason for i, m in mutants.items() for path, what, text, reason in rules
@@ -288,9 +291,7 @@ def main() -> None:
             seconds[tuple(program)] = int(5 * used) + 5
             print(f"{' '.join(program[1:])}: {used:.1f} s", flush=True)
 
-    chosen = list(mutants)
-    random.Random(arguments.seed).shuffle(chosen)
-    chosen = arguments.numbers or chosen[: arguments.sample or None]
+    chosen = [i for i in chosen if i in mutants]
     end, counts, room_of = time.time() + 60 * arguments.minutes, collections.Counter(), lambda m: m.path.split("/")[1]
     for done, i in enumerate(chosen):
         if time.time() > end:

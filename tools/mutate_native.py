@@ -1,6 +1,6 @@
 """Breaks the native kernels in thousands of small ways, one at a time, and reports changes that no test notices.
 
-All mutants of some folders are compiled at once, and a variable of the environment chooses the one that runs
+All mutants of a sample are compiled at once, and a variable of the environment chooses the one that runs
 (`native/tests/mutants.h`). A mutant is killed if `unit`, `fuzz` or its grid fails, crashes or takes too long.
 
     nox -s mutation                                                 # a sample

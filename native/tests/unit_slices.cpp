@@ -39,7 +39,7 @@ Form integers(int bits, int64_t block) {
 
 void add_slices() {
   for (const int bits : {1, 2, 4, 8})
-    for (const int64_t block : {32, 48, 64, 128, 1100}) {
+    for (const int64_t block : {32, 48, 64, 128, 1200}) {
       Form form = integers(bits, block);
       const std::string name = to_string(bits) + " bits/blocks of " + to_string(block);
       for (const int64_t k : {165, 512, 1100, 2048}) {

@@ -57,6 +57,10 @@ void add_scales() {
   form.scale_block = 8;
   form.scale_integers = true;
   by_methods("scales/of scales, integers", form);
+  form.block = 16;
+  form.scale_block = 24;  // slabs of columns begin inside of these
+  form.k = 1100;
+  by_methods("scales/of scales, integers, in blocks of 24", form);
 }
 
 void add_blocks() {

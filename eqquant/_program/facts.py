@@ -28,14 +28,12 @@ class UseSite(NamedTuple):
 
     - `weight`: the index of the weight.
     - `kind`: the name of the primitive; `"lookup"` for a selection of entries.
-    - `with_data`: whether other operands depend on the data.
     - `equation`: the operation.
     - `enclosing`: the calls and loops around the operation, outermost first.
     """
 
     weight: int
     kind: str
-    with_data: bool
     equation: JaxprEqn
     enclosing: tuple[JaxprEqn, ...] = ()
 

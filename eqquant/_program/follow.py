@@ -78,23 +78,20 @@ class _Run(AbstractRun):
             known.update(zip(equation.outvars, after, strict=True))
         return [value(atom) for atom in jaxpr.outvars], [fact(atom) for atom in jaxpr.outvars]
 
-    def report_use(self, view: View, kind: str, with_data: bool, equation: JaxprEqn) -> None:
+    def report_use(self, view: View, kind: str, equation: JaxprEqn) -> None:
         """Reports one use of a weight to the follower."""
-        self.follower.use(UseSite(view.weight, kind, with_data, equation, self.enclosing[:-1]))
+        self.follower.use(UseSite(view.weight, kind, equation, self.enclosing[:-1]))
 
-    def multiply(self, product: Product, with_data: bool, equation: JaxprEqn) -> Array:
+    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
         """Reports a product to the follower, and returns the operand that it returns."""
-        use = UseSite(product.view.weight, equation.primitive.name, with_data, equation, self.enclosing[:-1])
+        use = UseSite(product.view.weight, equation.primitive.name, equation, self.enclosing[:-1])
         return self.follower.multiply(product, use)
 
     def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, excluding: View | None = None) -> None:
         """Reports each weight among the operands to the follower, as a use that is not a product."""
-        for n, fact in enumerate(facts):
-            others = [f for m, f in enumerate(facts) if m != n]
-            with_data = any(f is Data or (isinstance(f, View) and f.looked_up) for f in others)
-            for view in find_views(fact):
-                if view is not excluding and not view.looked_up:
-                    self.report_use(view, equation.primitive.name, with_data, equation)
+        for view in (view for fact in facts for view in find_views(fact)):
+            if view is not excluding and not view.looked_up:
+                self.report_use(view, equation.primitive.name, equation)
 
 
 def _default(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -167,7 +164,7 @@ def _slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequen
     # A slice of one row is a lookup. A matrix is a layer of a stack, or a part of a weight.
     is_row = bool(chosen) and sum(n > 1 for n in _compat.result_shape(equation)) < 2
     if is_row:
-        run.report_use(first, "lookup", False, equation)
+        run.report_use(first, "lookup", equation)
     selected = views.take(first, {axis: lambda at, part=part: at[part] for axis, part in chosen.items()}, is_row)
     return bind(equation, values), [selected]
 
@@ -195,8 +192,7 @@ def _dynamic_slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts
         for axis, (start, size) in chosen.items()
     }
     if chosen:
-        by_data = any(facts[1 + axis] is Data for axis in chosen)
-        run.report_use(first, "lookup", by_data, equation)
+        run.report_use(first, "lookup", equation)
     return bind(equation, values), [views.take(first, choose, bool(chosen))]
 
 
@@ -208,7 +204,7 @@ def _gather(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
         return _decode(run, equation, values, facts[1:])
     if not isinstance(first, View):
         return _default(run, equation, values, facts)
-    run.report_use(first, "lookup", facts[1] is Data, equation)
+    run.report_use(first, "lookup", equation)
     shape, ndim = values[0].shape, len(_compat.result_shape(equation))
     axes: list[views.Digits] = [()] * ndim
     dropped = {*dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
@@ -255,7 +251,7 @@ def _decode(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
 def _multiply_codes(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     weight = facts[equation.params["x_tree"].num_leaves :]
     for view in (view for fact in weight for view in find_views(fact)):
-        run.report_use(view, "quantized_matmul", True, equation)
+        run.report_use(view, "quantized_matmul", equation)
     return bind(equation, values), [combine_facts(facts)]
 
 
@@ -274,8 +270,7 @@ def _multiply(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seq
         if products:
             rest[n] = Parameter
         for product in products:
-            with_data = facts[1 - n] is Data
-            values[1 - n] = run.multiply(product._replace(x=values[1 - n]), with_data, equation)
+            values[1 - n] = run.multiply(product._replace(x=values[1 - n]), equation)
     run.use(equation, rest)
     return bind(equation, values), [combine_facts(facts)]
 

@@ -118,6 +118,10 @@ class AbstractMethod(eqx.Module):
             return self.method.without_inputs()
         return self._with(inputs=None)
 
+    def lacks_inputs(self) -> bool:
+        """Returns whether the method takes statistics, and has none."""
+        return any(field.name == "inputs" for field in dataclasses.fields(self)) and self.inputs is None
+
     def _with(self, **changes: object) -> "AbstractMethod":
         changes = {name: x for name, x in changes.items() if x is not getattr(self, name)}
         return dataclasses.replace(self, **changes) if changes else self  # pyright: ignore[reportArgumentType]

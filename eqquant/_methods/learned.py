@@ -90,7 +90,7 @@ class LearnedRounding(AbstractMethod):
         if key is not None:
             raise ValueError("`key` must be None with LearnedRounding, which rounds to the best code. Got a key.")
         gram, method = get_gram(self.inputs), self.method
-        if _takes_inputs(method):
+        if method.lacks_inputs():
             inputs = gram if method.statistic == "gram" else jnp.diagonal(gram, axis1=-2, axis2=-1)
             method = dataclasses.replace(method, inputs=inputs)  # pyright: ignore[reportCallIssue]
         start = method.quantize_rows(rows, format, chunk=chunk)
@@ -102,10 +102,6 @@ class LearnedRounding(AbstractMethod):
         codes, scale = map_layers(damp, descend, gram, chunk, rows, start.codes, grid)
         scale_bits = scale_to_bits(scale, format.scale_dtype) if _fits(format) else start.scale
         return start._replace(codes=codes, scale=scale_bits)
-
-
-def _takes_inputs(method: AbstractMethod) -> bool:
-    return any(field.name == "inputs" for field in dataclasses.fields(method)) and method.inputs is None
 
 
 def _fits(format: AbstractFormat) -> bool:

@@ -20,7 +20,7 @@ from .._numerics import packing
 from .._numerics.axes import as_axes, logical_order
 from .._numerics.blocks import dequantize_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
-from .._tree.change import Apply
+from .._tree.batches import Apply, as_apply
 from .._tree.leaves import abbreviate_list, float_leaves, Leaf, named_leaves, replace_leaves
 from .._tree.weights import place_reason
 from .._types import PyTree
@@ -203,7 +203,7 @@ class _Trainer:
         for name, count in (("passes", passes), ("patience", patience)):
             if not count >= 1:
                 raise ValueError(f"`{name}` must be at least 1. Got {count}.")
-        run, loss_fn = apply or (lambda model, batch: jax.vmap(model)(batch)), loss or _relative_error
+        run, loss_fn = as_apply(apply), loss or _relative_error
         optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, passes * batches)) if optimizer is None else optimizer
         self._optimizer, self._passes, self._patience = optimizer, passes, patience
         self.outputs = eqx.filter_jit(run)

@@ -23,6 +23,7 @@ from .._tree.placement import current_sharding
 from .._tree.select import (
     check_order,
     check_patterns,
+    check_selected,
     matches,
     Pattern,
     replace_selected,
@@ -30,7 +31,6 @@ from .._tree.select import (
     select_nodes,
     Selection,
     show_pattern,
-    show_refusals,
     Where,
     widen_rules,
 )
@@ -130,11 +130,7 @@ def loraify(
         is_leaf=is_leaf,
     )
     selections, ranks = _choose_ranks(rank, selections)
-    if all(reason is not None for _, reason in selections):
-        raise ValueError(
-            "The model must hold weights that can have factors. Got none among its leaves "
-            f"({show_refusals(selections)}). `where=` selects others."
-        )
+    check_selected(selections, "weights that can have factors")
     keys = {leaf.path: k for (leaf, _), k in zip(selections, jr.split(key, len(selections)), strict=True)}
     add_factors = lambda leaf: _add_factors(leaf, ranks[leaf.path], alpha, keys[leaf.path])
     group_key = lambda leaf: (identity_key(leaf.value), convolved_axes(leaf))

@@ -8,7 +8,7 @@ from .._formats.base import AbstractFormat, as_format, has_offsets, has_one_scal
 from .._mesh import move_to_mesh
 from .._tree.leaves import key_name, Leaf
 from .._tree.placement import current_sharding, replicated_sharding
-from .._tree.select import replace_selected, select_leaves, show_refusals, Where
+from .._tree.select import check_selected, replace_selected, select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding, part_reason
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
@@ -85,11 +85,7 @@ def low_precision_training(
     selections = select_leaves(
         model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights of matmuls"
     )
-    if all(reason is not None for _, reason in selections):
-        raise ValueError(
-            "The model must hold weights that products use. Got none among its leaves "
-            f"({show_refusals(selections)}). `where=` selects others."
-        )
+    check_selected(selections, "weights that products use")
     if delayed:
         _check_delayed(forward, gradient)
 

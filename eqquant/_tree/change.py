@@ -14,14 +14,14 @@ from .._array.checks import as_jax_array, check_finite
 from .._mesh import on_device
 from .._types import PyTree
 from .._wrappers.mapped import AbstractMappedArray, reshape_along_axis
+from .batches import Apply, as_apply, as_batches
 from .folds import Weights
-from .leaves import abbreviate_list, as_batches, DenseArray, replace_leaves
+from .leaves import abbreviate_list, DenseArray, replace_leaves
 from .select import select_leaves, Selection, Where
 from .weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
 
 
 Change = Callable[[Array], Array]
-Apply = Callable[[PyTree, PyTree], PyTree]
 
 
 class FoldChanges(NamedTuple):
@@ -76,7 +76,7 @@ def change_model(
 
     values = apply_changes(entries)
     if batches is not None:
-        run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
+        run = eqx.filter_jit(as_apply(apply))
         _check_outputs(run, model, lambda part: replace_leaves(model, apply_changes(part)), entries, batches, remedy)
     wrapped: dict[tuple[int, int], AbstractMappedArray] = {}  # a shared array is wrapped once
     for n, wrap_leaf in wrap.items():
@@ -141,8 +141,7 @@ def _check_outputs(
             raise ValueError(
                 f"Each pair of `fold` must leave the outputs of the model unchanged. Got others with "
                 f"{abbreviate_list(wrong or [entry.name for entry in entries])}: an operation between the two is not "
-                "linear in each channel, or something else takes the outputs too, such as a residual sum. "
-                f"{remedy}"
+                f"linear in each channel, or something else takes the outputs too, such as a residual sum. {remedy}"
             )
 
 

@@ -139,11 +139,6 @@ def _children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:
     return [(key, child) for key, child in children if child is not None]
 
 
-def as_batches(batches: PyTree | Iterable[PyTree]) -> Iterable[PyTree]:
-    """Returns an iterable of batches. A single array is one batch."""
-    return [batches] if isinstance(batches, (jax.Array, np.ndarray)) else batches
-
-
 def _is_wrapper(node: PyTree, key: Hashable) -> bool:
     """Whether a node wraps one array: a Flax `Variable`, a haliax `NamedArray`, or our wrapper."""
     if isinstance(node, AbstractWrapper):

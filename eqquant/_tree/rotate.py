@@ -11,7 +11,8 @@ from .._array.checks import as_jax_array
 from .._numerics import hadamard
 from .._types import PyTree
 from .._wrappers.rotated import RotatedArray
-from .change import Apply, Change, change_model, FoldChanges, multiply_inputs, select_weights
+from .batches import Apply
+from .change import Change, change_model, FoldChanges, multiply_inputs, select_weights
 from .folds import find_folds, find_stream, Fold, ResidualStream, Rotations, Stream, Weights
 from .leaves import abbreviate_list, DenseArray
 from .select import Selection, Where

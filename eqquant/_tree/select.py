@@ -88,6 +88,15 @@ def select_nodes(tree: PyTree, is_node: Callable[[PyTree], bool]) -> list[Select
     return [Selection(leaf, None if is_node(leaf.value) else "another") for leaf in named_leaves(tree, is_node)]
 
 
+def check_selected(selections: Sequence[Selection], what: str) -> None:
+    """Raises if nothing is selected, with the reason for each leaf."""
+    if all(reason is not None for _, reason in selections):
+        raise ValueError(
+            f"The model must hold {what}. Got none among its leaves ({show_refusals(selections)}). `where=` selects "
+            "leaves that are left alone by default."
+        )
+
+
 def show_refusals(selections: Sequence[Selection]) -> str:
     """Returns why each leaf is not selected, for an error message."""
     return abbreviate_list(f"{leaf.path}: {reason}" for leaf, reason in selections) or "none"

@@ -19,7 +19,8 @@ from .._methods.fingerprint import check_same_weight
 from .._methods.statistics import check_statistic, InputsError
 from .._types import PyTree
 from .._wrappers.scaled import ScaledArray
-from .change import Apply, change_model, divide_outputs, FoldChanges, multiply_inputs, select_weights
+from .batches import Apply
+from .change import change_model, divide_outputs, FoldChanges, multiply_inputs, select_weights
 from .folds import find_folds, Folds, Weights
 from .leaves import DenseArray
 from .missing import join_errors, warn_of_unused
@@ -299,8 +300,7 @@ def smooth(
     if not folds and not online_weights:
         raise ValueError(
             "`smooth` needs weights to scale. Got none among the leaves "
-            f"({show_refusals(selections)}). Name pairs in "
-            "`fold`, or pass `online=True`."
+            f"({show_refusals(selections)}). Name pairs in `fold`, or pass `online=True`."
         )
     _check_statistics(method, weights, sorted({*online_weights, *(n for f in folds for n in f.consumers)}))
     skipped = {weights.leaves[n].path: note for n, note in unused.items() if selections[n].reason is None and note}

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from rich.table import Table
 
 from .._report import Report, report_table
+from .._tree.batches import as_apply
 from .._types import PyTree
 from ._error import measure_error
 from ._plots import Axes, draw_histogram
@@ -90,7 +91,7 @@ def output_divergence(
     `ValueError` if the batch is empty, or if the outputs are scalars, differ in shape or are not finite.
     """
     check_batch(batch)
-    run = eqx.filter_jit((lambda model, batch: jax.vmap(model)(batch)) if apply is None else apply)
+    run = eqx.filter_jit(as_apply(apply))
     expected, actual = run(model, batch), run(quantized, batch)
     if expected.ndim == 0 or expected.shape != actual.shape or expected.size == 0:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Collects statistics of the inputs of every weight of a model, over batches of data."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypeGuard
 
 import equinox as eqx
@@ -12,14 +12,15 @@ import numpy as np
 
 from .._array.value import AbstractArrayValue
 from .._methods.fingerprint import fingerprint
-from .._tree.leaves import abbreviate_list, as_batches, Leaf
-from .._tree.select import select_leaves, show_refusals, Where
+from .._tree.batches import Apply, as_apply, as_batches
+from .._tree.leaves import abbreviate_list, Leaf
+from .._tree.select import check_selected, select_leaves, Where
 from .._tree.weights import ineligible_reason, place_reason
 from .._types import PyTree
 from .._wrappers.mapped import AbstractMappedArray
 from ._calibrator import AbstractCalibrator
 from ._lookups import Lookups
-from ._observers import Apply, ObservedFunction, Sums, WeightObserver
+from ._observers import ObservedFunction, Sums, WeightObserver
 from ._result import CalibrationResult
 from ._stats import ActivationStats, LeafStats
 
@@ -112,8 +113,6 @@ def collect_stats(
     threshold = float(threshold)
     if not threshold > 0:
         raise ValueError(f"`threshold` must be positive. Got {threshold}. It is a magnitude, 6.0 unless given.")
-    if isinstance(batches, Mapping):
-        raise TypeError("`batches` must be an iterable of batches. Got a dict. Pass a list of batches: `[batch]`.")
     if calibrator is not None and (calibrator.shape or calibrator.format.block_size not in (None, "tensor")):
         raise ValueError(
             "`calibrator` must find one range for all values. Got one for "
@@ -122,9 +121,10 @@ def collect_stats(
         )
     make = lambda leaf: WeightObserver(leaf.path, tuple(leaf.value.shape), threshold, gram, calibrator=calibrator)
     observers = make_observers(_select_weights(model, where), make)
-    run = default_apply if apply is None else apply
+    run = as_apply(apply)
     tables = Lookups(eqx.filter_jit(run), model, observers)
-    data = tables.after_each(as_batches(batches)) if lookups else batches
+    data = as_batches(batches)
+    data = tables.after_each(data) if lookups else data
     count = observe_batches(ObservedFunction(run, observers, is_weight), model, data, observers)
     found = [(leaf, _add_lookups(make_stats(leaf, observer), tables, gram)) for leaf, observer in observers]
     leaves = tuple(_add_fingerprint(stats, leaf) for leaf, stats in found)
@@ -162,7 +162,7 @@ def observe_batches(
     observed: ObservedFunction, model: PyTree, batches: Iterable[PyTree], observers: Observers, count: int = 0
 ) -> int:
     """Runs the observed model on each batch, and returns `count` plus the number of batches."""
-    for batch in as_batches(batches):
+    for batch in batches:
         shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
         if any(0 in shape for shape in shapes):
             raise ValueError(
@@ -182,10 +182,6 @@ def observe_batches(
     return count
 
 
-def default_apply(model: PyTree, batch: PyTree) -> PyTree:
-    return jax.vmap(model)(batch)
-
-
 def is_weight(x: object) -> TypeGuard[AbstractArrayValue]:
     """Whether a node of a model is an array of ours that is observed as one weight."""
     # Not an input transform: the array inside it gets the transformed inputs.
@@ -196,13 +192,8 @@ def _select_weights(model: PyTree, where: Where | None) -> list[Leaf]:
     selections = select_leaves(
         model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights", is_leaf=is_weight
     )
-    chosen = [leaf for leaf, reason in selections if reason is None]
-    if not chosen:
-        raise ValueError(
-            "The model must hold weights. Got none among its leaves "
-            f"({show_refusals(selections)}). `where=` selects leaves that are left alone by default."
-        )
-    return chosen
+    check_selected(selections, "weights")
+    return [leaf for leaf, reason in selections if reason is None]
 
 
 def make_observers(chosen: Sequence[Leaf], make: Callable[[Leaf], WeightObserver]) -> list[tuple[Leaf, WeightObserver]]:

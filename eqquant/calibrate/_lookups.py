@@ -10,9 +10,10 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
+from .._tree.batches import Apply
 from .._tree.leaves import Leaf
 from .._types import PyTree
-from ._observers import Apply, WeightObserver
+from ._observers import WeightObserver
 
 
 Table = Float[Array, "*stack entries features"]

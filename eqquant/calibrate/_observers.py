@@ -3,7 +3,6 @@
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -21,13 +20,11 @@ from .._program.follow import follow
 from .._program.products import Product
 from .._program.trace import trace, Traced
 from .._program.views import view_weight
+from .._tree.batches import Apply
 from .._tree.leaves import Leaf
 from .._types import PyTree
 from ._calibrator import AbstractCalibrator
 from ._observe_primitive import Moments, observe
-
-
-Apply: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 
 
 class Sums:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -21,6 +20,7 @@ from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._methods.statistics import InputsError, share_inputs
 from .._numerics.axes import logical_order, memory_order
+from .._tree.batches import Apply, as_apply, as_batches
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._tree.missing import join_errors, warn_of_unused
@@ -28,9 +28,9 @@ from .._tree.quantize import add_activations, quantize_leaf
 from .._tree.select import Where
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray, with_weight
-from ._collect import default_apply, explain_unseen, is_weight, make_stats, observe_batches
+from ._collect import explain_unseen, is_weight, make_stats, observe_batches
 from ._dataflow import find_places, Place
-from ._observers import Apply, ObservedFunction, WeightObserver
+from ._observers import ObservedFunction, WeightObserver
 from ._stats import LeafStats
 
 
@@ -108,7 +108,9 @@ def quantize_sequentially(
     """
     check_dtype(dtype)
     default = as_method(method)
-    data = _check_batches(batches)
+    data = list(as_batches(batches))
+    if not data:
+        raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
     if not 0 <= correction <= 1:
         raise ValueError(f"`correction` must be between 0 and 1. Got {correction}.")
     model, rewrap = _unwrap_activations(model)
@@ -116,7 +118,7 @@ def quantize_sequentially(
     reference_leaves = (
         state.dense.copy() if float_model is None else _dequantize_leaves(_unwrap_activations(float_model)[0], model)
     )
-    runner = _StageRunner(state, reference_leaves, default_apply if apply is None else apply, data, correction)
+    runner = _StageRunner(state, reference_leaves, as_apply(apply), data, correction)
     state.decisions = [_use_observed_axes(d, runner.axes.get(n)) for n, d in enumerate(state.decisions)]
     methods = _prepare_methods(state, runner, default)
     lookups = [_Stage([n]) for n in state.owners if n not in runner.places]
@@ -135,15 +137,6 @@ def quantize_sequentially(
             if after_each is not None and not state.unfinished:
                 after_each(rewrap(state.build_model()))
     return rewrap(state.build_model())
-
-
-def _check_batches(batches: Iterable[PyTree]) -> list[PyTree]:
-    if isinstance(batches, Mapping):
-        raise TypeError("`batches` must be an iterable of batches. Got a dict. Pass a list of batches: `[batch]`.")
-    data = [batches] if eqx.is_array(batches) else list(batches)
-    if not data:
-        raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
-    return data
 
 
 def _unwrap_activations(model: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
@@ -335,7 +328,7 @@ def _prepare_methods(state: _State, runner: _StageRunner, default: AbstractMetho
     unused: dict[str, str] = {}
     for n, observer in runner:
         method, path = state.decisions[n].method or default, state.decisions[n].leaf.path
-        if not _takes_inputs(method):
+        if not method.lacks_inputs():
             try:
                 methods[n] = method.for_leaf(path)
             except InputsError as e:
@@ -353,12 +346,8 @@ def _prepare_methods(state: _State, runner: _StageRunner, default: AbstractMetho
     return methods
 
 
-def _takes_inputs(method: AbstractMethod) -> bool:
-    return any(field.name == "inputs" for field in dataclasses.fields(method)) and method.inputs is None
-
-
 def _add_statistics(method: AbstractMethod, leaf: Leaf, observer: WeightObserver) -> AbstractMethod:
-    if not _takes_inputs(method) or not observer.active:
+    if not method.lacks_inputs() or not observer.active:
         return method
     return dataclasses.replace(method, inputs=share_inputs(make_stats(leaf, observer)))  # pyright: ignore[reportCallIssue]
 

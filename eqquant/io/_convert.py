@@ -37,7 +37,7 @@ from ._lazy import LazyArray, LazyMapping
 from ._llama_cpp import for_llama_cpp
 from ._load import nest
 from ._save import save
-from ._write import check_layouts, check_no_others, CONFIG, describe_model, FILE, write, write_with_companions
+from ._write import check_layouts, check_no_others, CONFIG, describe_model, FILE, write, write_arrays, WriteOptions
 from ._writers import gguf
 
 
@@ -249,7 +249,8 @@ def _write(
         write(path, arrays, dialect, metadata=metadata, types=types, shard_nbytes=shard_nbytes)
         return
     companions = _companions(source, path)
-    write_with_companions(companions, path, arrays, dialect, source.config, shard_nbytes)
+    options = WriteOptions(config=source.config, shard_nbytes=shard_nbytes, companions=companions)
+    write_arrays(path, arrays, dialect, options)
 
 
 def _companions(source: Checkpoint, path: Path) -> dict[str, Path]:

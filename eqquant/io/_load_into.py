@@ -7,7 +7,6 @@ import dataclasses
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -252,7 +251,7 @@ class _Plan:
             columns = zip(*outs, strict=True)
             return [_finish(_stack(list(c), recipe.stacked), p) for c, p in zip(columns, places, strict=True)]
 
-        if plain and not _is_value(layers[0][0]):  # also dtypes that JAX is not set to hold
+        if plain and not isinstance(layers[0][0], AbstractArrayValue):  # also dtypes that JAX is not set to hold
             x = layers[0][0]
             return {path: _cast(x, place) for path, place in zip(recipe.paths, places, strict=True)}
         out = jax.eval_shape(make, layers) if abstract else make(layers)
@@ -263,10 +262,10 @@ class _Plan:
     def _make_layer(self, recipe: Recipe, places: Sequence[Entry], parts: Sequence[PyTree]) -> list[PyTree]:
         to, parts = recipe.to, list(parts)
         for n, x in enumerate(parts):
-            if (to.dequantize or self.dequantize) and _is_value(x):
+            if (to.dequantize or self.dequantize) and isinstance(x, AbstractArrayValue):
                 x = x.dequantize()
             if to.transpose and len(x.shape) > 1:
-                x = x.swapaxes(-1, -2) if _is_value(x) else jnp.swapaxes(x, -1, -2)
+                x = x.swapaxes(-1, -2) if isinstance(x, AbstractArrayValue) else jnp.swapaxes(x, -1, -2)
             parts[n] = x if to.apply is None else to.apply(x)
         whole = concatenate(parts, to.axis)
         if to.tied or len(places) == 1:
@@ -281,7 +280,7 @@ class _Plan:
             targets = [own_sharding(leaf.value) for leaf in self.leaves]
         else:
             # Rules see one leaf, whatever it is made of.
-            one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_permuted(x) else x
+            one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, PermutedArray) else x
             shown = [one(self.made.get(leaf.path, leaf.value)) for leaf in self.leaves]
             skeleton = jtu.tree_unflatten(treedef, shown)
             targets = resolve_shardings(skeleton, list(named_leaves(skeleton, is_packed)), shardings)
@@ -329,8 +328,8 @@ class _Plan:
     def _how(self, recipe: Recipe, place: Entry) -> str:
         to, first = recipe.to, self.sources[recipe.sources[0][0]].struct
         said = {
-            "dequantized": (to.dequantize or self.dequantize) and _is_value(first),
-            "inputs reordered": _is_permuted(first),
+            "dequantized": (to.dequantize or self.dequantize) and isinstance(first, AbstractArrayValue),
+            "inputs reordered": isinstance(first, PermutedArray),
             "transposed": to.transpose and len(first.shape) > 1,
             f"by {getattr(to.apply, '__name__', 'a function')}": to.apply is not None,
             f"{len(recipe.sources[0])} joined": len(recipe.sources[0]) > 1,
@@ -342,21 +341,15 @@ class _Plan:
         return ", ".join(what for what, holds in said.items() if holds)
 
 
-def _is_value(x: object) -> TypeGuard[AbstractArrayValue]:
-    return isinstance(x, AbstractArrayValue)
-
-
-def _is_permuted(x: object) -> TypeGuard[PermutedArray]:
-    return isinstance(x, PermutedArray)
-
-
 def _entry(x: PyTree, path: str) -> Entry | None:
-    # With low-rank factors it is no array of a file, but fits where one does.
-    return Entry("array", x.dtype.name, x.shape) if _is_permuted(x) and not is_packed(x) else describe(x, path)
+    if isinstance(x, PermutedArray) and not is_packed(x):
+        # With low-rank factors it is no array of a file, but fits where one does.
+        return Entry("array", x.dtype.name, x.shape)
+    return describe(x, path)
 
 
 def _move(x: PyTree, sharding: NamedSharding | None) -> PyTree:
-    if sharding is None or not _is_permuted(x):
+    if sharding is None or not isinstance(x, PermutedArray):
         return move(x, sharding)
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     return dataclasses.replace(x, array=move(x.array, sharding), order=move(x.order, everywhere))
@@ -376,7 +369,7 @@ def _stack(arrays: list[PyTree], lengths: tuple[int, ...]) -> PyTree:
 
 def _finish(x: PyTree, place: Entry) -> PyTree:
     """Gives an array the dtype of its leaf, and its axes of length one."""
-    if _is_value(x):
+    if isinstance(x, AbstractArrayValue):
         return x.astype(place.dtype) if jnp.issubdtype(jnp.dtype(place.dtype), jnp.floating) else x
     return _cast(x, place)
 

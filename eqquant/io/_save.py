@@ -114,13 +114,10 @@ def _plan(tree: PyTree) -> tuple[list[SavedLeaf[NewTensor]], list[NewTensor]]:
             found[part] = NewTensor(name, dtype, shape, ft.partial(_read, parts, part))
         tensors += sorted(found.values(), key=lambda t: -width(t))
         impl = str(jr.key_impl(struct)) if entry.kind == "key" else None
-        seen[same] = SavedLeaf(leaf.path, keys, entry, found, _scalar(x), impl)
+        value = x if isinstance(x, Scalar) else None
+        seen[same] = SavedLeaf(leaf.path, keys, entry, found, value, impl)
         saved.append(seen[same])
     return saved, tensors
-
-
-def _scalar(x: object) -> Scalar | None:
-    return x if isinstance(x, Scalar) else None
 
 
 def _parts(x: PyTree) -> dict[str, PyTree]:

@@ -130,9 +130,7 @@ def _find_moves(places: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     return [(*move, mask) for move, mask in masks.items()]
 
 
-def _scale_run(start: int) -> Run:
-    """The float of a block, in two bytes."""
-    return Run("scale", start, 16, ())
+_SCALE = Run("scale", 0, 16, ())  # the float of a block, in two bytes
 
 
 def _byte_run(part: str, start: int, count: int) -> Run:
@@ -145,7 +143,7 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ2_XXS(),
         66,
         (
-            _scale_run(0),
+            _SCALE,
             Run("index", 16, 8, ((8, 64), (4, 8))),
             Run("signs", 48, 7, ((8, 64), (4, 7))),
             Run("scales", 76, 4, ((8, 64),)),
@@ -155,7 +153,7 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ2_XS(),
         74,
         (
-            _scale_run(0),
+            _SCALE,
             Run("index", 16, 9, ((32, 16),)),
             Run("signs", 25, 7, ((32, 16),)),
             Run("scales", 16 + 512, 4, ((16, 4),)),
@@ -165,7 +163,7 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ2_S(),
         82,
         (
-            _scale_run(0),
+            _SCALE,
             _byte_run("index", 16, 32),
             _byte_run("signs", 16 + 256, 32),
             Run("index", 16 + 512, 2, ((32, 2),), low=8),
@@ -176,7 +174,7 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ3_XXS(),
         98,
         (
-            _scale_run(0),
+            _SCALE,
             _byte_run("index", 16, 64),
             Run("signs", 16 + 512, 7, ((8, 32), (4, 7))),
             Run("scales", 16 + 512 + 28, 4, ((8, 32),)),
@@ -186,7 +184,7 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ3_S(),
         110,
         (
-            _scale_run(0),
+            _SCALE,
             _byte_run("index", 16, 64),
             Run("index", 16 + 512, 1, ((64, 1),), low=8),
             _byte_run("signs", 16 + 576, 32),
@@ -197,7 +195,7 @@ VECTOR_BLOCK_TYPES = {
         formats.IQ1_S(),
         50,
         (
-            _scale_run(0),
+            _SCALE,
             _byte_run("index", 16, 32),
             Run("index", 16 + 256, 3, ((8, 16), (4, 3)), low=8),
             Run("scales", 16 + 256 + 12, 3, ((8, 16),)),

@@ -88,35 +88,25 @@ def write(
     So for names that repeat, and for a folder with other weights. `TypeError` for values that no such file can hold. In
     all these cases nothing is written.
     """
-    options = _Options(names, config, metadata or {}, types or {}, shard_nbytes)
-    _write(Path(path), arrays, dialect, options)
+    options = WriteOptions(names, config, metadata or {}, types or {}, shard_nbytes)
+    write_arrays(Path(path), arrays, dialect, options)
 
 
-def write_with_companions(
-    companions: Mapping[str, Path],
-    path: Path,
-    arrays: Mapping[str, object],
-    dialect: str,
-    config: Mapping[str, object],
-    shard_nbytes: int | None,
-) -> None:
-    """As `write`, to a folder that also gets copies of `companions`, files by their names."""
-    _write(path, arrays, dialect, _Options(config=config, shard_nbytes=shard_nbytes), companions)
+class WriteOptions(NamedTuple):
+    """The options of `write`.
 
-
-class _Options(NamedTuple):
-    """The options of `write`."""
+    - `companions`: files that a folder gets copies of, by their names.
+    """
 
     names: Renaming = None
     config: Mapping[str, object] | None = None
     metadata: Mapping[str, object] = {}
     types: Mapping[str, str] = {}
     shard_nbytes: int | None = None
+    companions: Mapping[str, Path] = {}
 
 
-def _write(
-    path: Path, arrays: PyTree, dialect: str, options: _Options, companions: Mapping[str, Path] | None = None
-) -> None:
+def write_arrays(path: Path, arrays: PyTree, dialect: str, options: WriteOptions) -> None:
     writer = _writer(dialect)
     sources = _sources(arrays, options.names)
     kinds = _kinds(writer, sources, options.types)
@@ -137,7 +127,7 @@ def _write(
         text = json.dumps(describe_model(options.config or {}) | _settings(writer, schemes), indent=2)
     except TypeError as e:
         raise TypeError(f"`config` must hold values that JSON can hold. {e}") from None
-    files = {CONFIG: text.encode(), **{name: file.read_bytes() for name, file in (companions or {}).items()}}
+    files = {CONFIG: text.encode(), **{name: file.read_bytes() for name, file in options.companions.items()}}
     _write_folder(path, tensors, files, metadata, options.shard_nbytes)
 
 

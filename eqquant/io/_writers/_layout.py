@@ -42,9 +42,9 @@ def dense(name: str, x: AnyArray, dtypes: Mapping[str, str] = NAME_OF) -> Writte
     return WrittenArray((NewTensor(name, dtypes[dtype], tuple(x.shape), lambda: little(np.asarray(x))),))
 
 
-def as_tensor(name: str, x: np.ndarray, dtype: str | None = None) -> NewTensor:
+def as_tensor(name: str, x: np.ndarray) -> NewTensor:
     """A tensor of values that are computed already."""
-    return NewTensor(name, dtype or NAME_OF[x.dtype.name], x.shape, lambda: x)
+    return NewTensor(name, NAME_OF[x.dtype.name], x.shape, lambda: x)
 
 
 def refuse(name: str, q: QuantizedArray, why: str) -> NoReturn:

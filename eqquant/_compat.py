@@ -9,7 +9,8 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -56,8 +57,7 @@ def jax_array_is_hidden() -> bool:
 
     Quax treats any object with `__jax_array__` as a dense array, and would lose the quantized result of a rule.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in _callers():
         module = frame.f_globals.get("__name__", "")
         if module.startswith("jax."):
             return module == _ARRAY_METHODS and frame.f_code.co_name == "_operator_matmul"
@@ -65,18 +65,20 @@ def jax_array_is_hidden() -> bool:
             return True
         if not module.startswith(("eqquant.", "equinox.", "beartype", "jaxtyping")):
             return False
-        frame = frame.f_back
     return False
+
+
+def _callers() -> Iterator[FrameType]:
+    """Yields the frames on the stack, from the function that calls this one outwards."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def is_called_by(module: str, function: str) -> bool:
     """Returns whether a function of a module is on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False
+    return any(f.f_code.co_name == function and f.f_globals.get("__name__") == module for f in _callers())
 
 
 def is_constant_of_trace(weight: Array, x: Array) -> bool:
@@ -350,12 +352,10 @@ def evaluate_jit_by_quax(*operands: Any, jaxpr: Any, **params: Any) -> Any:
 
 def find_quax_operation() -> str | None:
     """Returns the name of the primitive that Quax is evaluating, or `None`."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in _callers():
         in_rules = frame.f_globals.get("__name__") == "quax._trace" or frame.f_code.co_name == "process_custom_vjp_call"
         if in_rules and "primitive" in frame.f_locals:
             return str(frame.f_locals["primitive"])
-        frame = frame.f_back
     return None
 
 
@@ -402,17 +402,16 @@ def current_line() -> Line | None:
         from jax._src.source_info_util import current, is_user_filename
 
         # For an equation that is evaluated again, this is the line of its first trace.
-        found = _first_line(current().traceback)
+        if (found := _first_line(current().traceback)) is not None:
+            return found
     except (ImportError, AttributeError, TypeError):  # pragma: no cover
         return None
     # JAX's own tracebacks end at a function under `jit`.
-    frame = sys._getframe(1)
-    while found is None and frame is not None:
+    for frame in _callers():
         code = frame.f_code
         if _is_user_file(code.co_filename) and is_user_filename(code.co_filename):
-            found = Line(code.co_filename, frame.f_lineno, code.co_name)
-        frame = frame.f_back
-    return found
+            return Line(code.co_filename, frame.f_lineno, code.co_name)
+    return None
 
 
 def ignore_triton_warning() -> None:

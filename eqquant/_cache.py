@@ -214,11 +214,9 @@ class QuantizedCache(eqx.Module):
         filled = length // window > before
         write = lambda old, x: _write_tokens(old, x, at, jnp.any(filled), window)
         start = (length // window - before) * window
-        recent = (
-            tokens
-            if windows == 1
-            else (_slice_tokens(tokens[0], start, window), _slice_tokens(tokens[1], start, window))
-        )
+        recent = tokens
+        if windows > 1:
+            recent = _slice_tokens(tokens[0], start, window), _slice_tokens(tokens[1], start, window)
         return QuantizedCache(write(self.keys, tokens[0]), write(self.values, tokens[1]), recent, length)
 
     def _arange(self, n: int) -> Int[Array, "*ones n"]:

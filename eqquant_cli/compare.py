@@ -12,8 +12,6 @@ from .output import draw_errors, print_table
 
 
 if TYPE_CHECKING:
-    import jax
-
     import eqquant as eqq
     from eqquant.io._lazy import LazyMapping
 
@@ -31,6 +29,7 @@ def compare(
 
     Example: eqquant compare model.safetensors model.nf4.safetensors
     """
+    import jax.numpy as jnp
     import numpy as np
 
     import eqquant as eqq
@@ -59,7 +58,7 @@ def compare(
         if np.array_equal(x, y, equal_nan=True):
             equal += 1
             continue
-        if not _is_floating(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be equal in both, since it holds no floats. Got other values.")
         try:
             error = eqq.analysis.analyze_error(x, y)
@@ -97,9 +96,3 @@ def _rename_paths(checkpoint: "eqq.io.Checkpoint", other: "eqq.io.Checkpoint") -
 
 _PICTURES = (".svg", ".png", ".pdf")
 _SHOWN = {"relative_l2": "relative\nerror", "cosine": "cosine", "sqnr_db": "SQNR,\ndB", "max_error": "largest\nerror"}
-
-
-def _is_floating(x: "jax.Array") -> bool:
-    import jax.numpy as jnp
-
-    return jnp.issubdtype(x.dtype, jnp.floating)

@@ -271,11 +271,8 @@ def check_given_scales(
         )
     batch = [n for i, n in enumerate(x.shape) if i - x.ndim not in axes]
     shape = (*batch, num_blocks(math.prod(x.shape[a] for a in axes), format.block_size))
-    given = {"scale": jnp.asarray(scale), "zero_point": zero_point if zero_point is None else jnp.asarray(zero_point)}
-    for name, value in given.items():
-        if value is not None:
-            given[name] = _broadcast_given(name, value, shape)
-    scale, zero_point = given["scale"], given["zero_point"]
+    scale = _broadcast_given("scale", jnp.asarray(scale), shape)
+    zero_point = None if zero_point is None else _broadcast_given("zero_point", jnp.asarray(zero_point), shape)
     check_parameters(scale, zero_point, format)
     given = GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
     if not any(isinstance(a, jax.core.Tracer) for a in (x, scale, zero_point)):

@@ -31,23 +31,11 @@ Index: TypeAlias = (
     int | slice | EllipsisType | ArrayLike | None | Sequence[int | slice | EllipsisType | ArrayLike | None]
 )
 # Methods for Equinox and Quax, and aliases, which `dir` leaves out.
-_HIDDEN_FROM_DIR = frozenset(
-    (
-        *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
-        *(
-            "as_matrices",
-            "constraints",
-            "deferred",
-            "dense_for_jax",
-            "holds_codes",
-            "linear",
-            "lost_in_jax",
-            "observes",
-            "quantized_as",
-            "with_dense_weight",
-        ),
-    )
-)
+_HIDDEN_FROM_DIR = {
+    *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
+    *("as_matrices", "constraints", "deferred", "dense_for_jax", "holds_codes", "linear", "lost_in_jax", "observes"),
+    *("quantized_as", "with_dense_weight"),
+}
 
 
 def _dense_method(

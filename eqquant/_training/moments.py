@@ -135,7 +135,8 @@ def quantize_state(
     ) -> tuple[PyTree, PyTree]:
         dense = jtu.tree_map(lambda x: x.dequantize() if is_quantized(x) else x, state, is_leaf=is_quantized)
         updates, new = inner.update(updates, dense, params, **extra_args)
-        return updates, jtu.tree_map(_requantize, state, new, is_leaf=is_quantized)
+        requantize = lambda old, new: requantize_like(old, new) if is_quantized(old) else new
+        return updates, jtu.tree_map(requantize, state, new, is_leaf=is_quantized)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -207,7 +208,3 @@ def _block_axes(shape: tuple[int, ...], format: AbstractFormat) -> tuple[int, ..
     block = format.block_size if isinstance(format.block_size, int) else 1
     n = next((n for n in range(1, len(shape)) if math.prod(shape[-n:]) >= block), len(shape))
     return tuple(range(-n, 0))
-
-
-def _requantize(old: PyTree, new: PyTree) -> PyTree:
-    return requantize_like(old, new) if is_quantized(old) else new

@@ -224,8 +224,7 @@ def find_stream(writers: tuple[str, ...], into: ResidualStream, weights: Weights
     if not texts or not all(isinstance(text, str) for text in texts):
         raise TypeError(
             "`eqq.transforms.ResidualStream` must map the pattern of each norm to one pattern of the weights after "
-            "it, such as "
-            f"'{{x:up|gate}}.weight'. Got {into.norms!r}."
+            f"it, such as '{{x:up|gate}}.weight'. Got {into.norms!r}."
         )
     leaves, axes = weights
     norms = _find_norms(into.norms, weights)

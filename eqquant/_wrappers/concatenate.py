@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -101,14 +101,6 @@ def _with_row_scales(q: QuantizedArray) -> QuantizedArray:
     return dataclasses.replace(q, format=dataclasses.replace(q.format, block_size=None))
 
 
-def _check_same(arrays: Sequence[QuantizedArray]) -> None:
-    first = arrays[0]
-    for q in arrays[1:]:
-        for name, get in _FIELDS.items():
-            if get(q) != get(first):
-                raise ValueError(f"their {name} differ: {get(first)} and {get(q)}")
-
-
 _FIELDS: dict[str, Callable[[QuantizedArray], object]] = {
     "formats": lambda q: q.format,
     "quantized axes": lambda q: q.axis,
@@ -118,13 +110,19 @@ _FIELDS: dict[str, Callable[[QuantizedArray], object]] = {
 }
 
 
+def _check_same(arrays: Sequence[QuantizedArray], names: Iterable[str] = _FIELDS) -> None:
+    first, *others = arrays
+    for name in names:
+        get = _FIELDS[name]
+        for q in others:
+            if get(q) != get(first):
+                raise ValueError(f"their {name} differ: {get(first)} and {get(q)}")
+
+
 def _concatenate_rows(arrays: Sequence[QuantizedArray]) -> QuantizedArray:
     """Concatenates rows end to end. Every part but the last must be whole blocks and segments."""
     first = arrays[0]
-    for name in ("formats", "quantized axes", "dtypes", "gradients"):
-        for q in arrays[1:]:
-            if _FIELDS[name](q) != _FIELDS[name](first):
-                raise ValueError(f"their {name} differ: {_FIELDS[name](first)} and {_FIELDS[name](q)}")
+    _check_same(arrays, ("formats", "quantized axes", "dtypes", "gradients"))
     block = first.format.block_size
     if len(first.lengths) > 1 or not isinstance(block, int):
         raise ValueError(f"a row of {first.format!r} has one scale, and would have several along axis {first.axis}")

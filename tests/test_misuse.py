@@ -10,10 +10,13 @@ import jax.random as jr
 import jax.tree_util as jtu
 import jaxtyping
 import numpy as np
+import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, jaxtyped
 
 import eqquant as eqq
+from eqquant import reference
 
 from .helpers import assert_same, FORMATS, SWEPT_FORMATS, weights
 
@@ -314,3 +317,42 @@ def test_arrays_display_in_notebooks(getkey):
     assert np.array2string(np.asarray(q)[0, 0], precision=4) in html and html.count("...") >= 4
     assert "<pre>" not in jax.eval_shape(eqq.quantize, jax.ShapeDtypeStruct((4, 64), jnp.float32))._repr_html_()
     assert "&lt;" in jtu.tree_map(lambda _: "<", q)._repr_html_()
+
+
+# Arguments that are none of those that a function takes
+
+
+def shard_unevenly():
+    mesh = jax.make_mesh((4,), ("x",))
+    return eqq.tree_shardings({"w": jnp.ones(6)}, {"w": NamedSharding(mesh, PartitionSpec("x"))})
+
+
+def codes():
+    return eqq.quantize(jnp.ones((4, 64)), "int8")
+
+
+def eight_bit_adam():
+    return eqq.quantize_state(optax.adam(1e-3))
+
+
+ARGUMENTS = {
+    "symmetric": (lambda: eqq.Int8(symmetric=1), "`symmetric` of Int8 must be True or False. Got 1"),
+    "index": (lambda: eqq.take_layer(codes(), 1.5), "`index` must be integers. Got float64"),
+    "train": (
+        lambda: eqq.distill(codes(), jnp.ones((4, 64)), [], train="all"),
+        "must be .scales. or .codes.. Got 'all'",
+    ),
+    "lower": (lambda: eqq.calibrate.Percentile(lower=50, upper=20), "percentiles, 0 <= lower < upper <= 100"),
+    "optimizer": (lambda: eqq.quantize_state(eight_bit_adam()).init(jnp.ones(4096)), "Wrap the optimizer once"),
+    "params": (lambda: eight_bit_adam().init(codes()), "an optimizer whose state is float.*which need masters"),
+    "shardings": (shard_unevenly, "w, of shape .6,., cannot be sharded like this"),
+    "rounding": (lambda: reference.integer_format(4, rounding="up"), "must be .half_even. or .half_away.. Got 'up'"),
+    "signal": (lambda: reference.theoretical_sqnr(8, "square"), "must be .uniform. or .sine.. Got 'square'"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_are_refused(name):
+    call, message = ARGUMENTS[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

@@ -1,11 +1,10 @@
 """`eqquant`: the program. One file for each command; this one handles errors."""
 
 import importlib
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -22,11 +21,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         with warnings.catch_warnings():
             warnings.showwarning = _warner()
             code = app([a for a in given if a != "--debug"], prog_name="eqquant", standalone_mode=False)
-    except KeyboardInterrupt:
-        _stop("stopped. No file was written.", 130)
-    except BrokenPipeError:  # `eqquant inspect ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except Exception as e:
         _handle(e, debug)
     if code == 130:  # typer's code for Ctrl-C
@@ -36,12 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _handle(e: Exception, debug: bool) -> NoReturn:
     """Prints an error as a sentence, without a traceback."""
-    if _is_click_error(e, "Abort"):
-        _stop("stopped. No file was written.", 130)
-    if _is_click_error(e, "UsageError") or _is_click_error(e, "Exit"):
-        show: Callable[[], None] = getattr(e, "show", lambda: None)
-        show()
-        sys.exit(getattr(e, "exit_code", 2))
+    # Of click, which typer imports or vendors.
+    if any(cls.__name__ == "UsageError" and "click" in cls.__module__ for cls in type(e).__mro__):
+        usage: Any = e
+        usage.show()
+        sys.exit(usage.exit_code)
     if debug:
         raise e
     text = e.args[0] if isinstance(e, KeyError) and e.args else str(e) or type(e).__name__
@@ -62,11 +55,6 @@ _REMEDIES = {
     "act-order": "Quantize it with `eqquant quantize --format`.",
     "llama.cpp": "Correct it.",
 }
-
-
-def _is_click_error(e: Exception, name: str) -> bool:
-    """Whether an error is a class of click, which typer imports or vendors."""
-    return any(cls.__name__ == name and "click" in cls.__module__ for cls in type(e).__mro__)
 
 
 def _warner() -> Callable[..., None]:

@@ -7,16 +7,16 @@ beyond `SURE * sqrt(r) * UNIT` times the root of the sum of squares has a probab
 
 import numpy as np
 
-from eqquant._formats.layout import layout_of
+from eqquant._formats.layout import make_layout
 from eqquant._native import library as native
 
 
 UNIT = 2.0**-24
 SURE = 6
-# Of a term: the zero point is subtracted, the scale is multiplied by the scale of the row, the code or x by that, x by
+# For each term: the zero point is subtracted, the scale is multiplied by the scale of the row, the code or x by that, x by
 # the code, and an offset is added. The dense weight that results are compared with was rounded as often.
-OF_TERM = 10
-OF_LANES = 8  # sums of lanes are added up, and what few vectors were summed apart
+PER_TERM = 10
+PER_LANES = 8  # sums of lanes are added up, and what few vectors were summed apart
 
 
 def _parts(count, part):
@@ -27,17 +27,17 @@ def _parts(count, part):
 def _roundings(implementation, layout, inner, transpose):
     """The roundings of a term of a product that adds up `inner` terms."""
     if implementation == "xla":  # adds in any order: at worst all terms one after the other
-        return OF_TERM + inner + OF_LANES
+        return PER_TERM + inner + PER_LANES
     lanes = {"avx2": 8, "generic": 4, "neon": 4, "dotprod": 4}.get(native.isa(), 16)
     total = _parts(inner, 64) if transpose else max(-(-inner // lanes), _parts(inner, 512))
     if layout.offsets:
-        of_block = max(-(-layout.block_size // 16) + 15, _parts(layout.block_size, 64))
+        per_block = max(-(-layout.block_size // 16) + 15, _parts(layout.block_size, 64))
         blocks = -(-layout.length // layout.block_size)
-        total = max(total, _parts(inner, 64) if transpose else of_block + -(-blocks // 16) + 15) + 3
-    return OF_TERM + total + OF_LANES
+        total = max(total, _parts(inner, 64) if transpose else per_block + -(-blocks // 16) + 15) + 3
+    return PER_TERM + total + PER_LANES
 
 
-def _of_integers(implementation, layout, inner, transpose):
+def _integer_error(implementation, layout, inner, transpose):
     """The root mean square error of kernels that take numbers as integers of 24 bits, relative to the largest terms."""
     has_slices = implementation == "cpu" and native.isa() in ("amx", "avx512vnni", "avx512vbmi")
     return 0.5 / 8355000 * (5 * inner / 3) ** 0.5 if has_slices and not transpose else 0.0
@@ -54,7 +54,7 @@ def assert_within_bounds(product, y, x, q, implementation, *, transpose):
     `product` must be linear in both operands, and add up products of their numbers.
     """
     dense, x = np.asarray(q.dequantize(), np.float64), np.asarray(x, np.float64)
-    layout = layout_of(q.format, q.shape[-1])
+    layout = make_layout(q.format, q.shape[-1])
     turn = (lambda w: w) if transpose else (lambda w: w.mT)
     by_block = lambda a: np.repeat(np.asarray(a, np.float64), layout.block_size, -1)[..., : layout.length]
     scale, largest, size = by_block(np.abs(q.scale)), _largest_value(layout), np.abs(dense)
@@ -65,10 +65,10 @@ def assert_within_bounds(product, y, x, q, implementation, *, transpose):
     expected, most = product(x, turn(dense)), product(np.abs(x), turn(size))
     squares = product(x * x, turn(size * size))
     bound = np.minimum(UNIT * r * most, SURE * UNIT * np.sqrt(r * squares))
-    if integers := _of_integers(implementation, layout, inner, transpose):
-        of_row = np.broadcast_to(largest * scale.max(-1, keepdims=True), dense.shape) / inner
+    if integers := _integer_error(implementation, layout, inner, transpose):
+        row_scale = np.broadcast_to(largest * scale.max(-1, keepdims=True), dense.shape) / inner
         amax = np.broadcast_to(np.abs(x).max(), x.shape)
-        bound = bound + SURE * integers * product(amax, turn(of_row))
+        bound = bound + SURE * integers * product(amax, turn(row_scale))
     y = np.asarray(y, np.float64)
     assert y.shape == expected.shape
     worst = np.max(np.abs(y - expected) / (bound + 1e-30), initial=0)

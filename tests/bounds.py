@@ -13,8 +13,8 @@ from eqquant._native import library as native
 
 UNIT = 2.0**-24
 SURE = 6
-# For each term: the zero point is subtracted, the scale is multiplied by the scale of the row, the code or x by that, x by
-# the code, and an offset is added. The dense weight that results are compared with was rounded as often.
+# For each term: the zero point is subtracted, the scale is multiplied by the scale of the row, the code or x by that, x
+# by the code, and an offset is added. The dense weight, the reference of the comparison, was rounded as often.
 PER_TERM = 10
 PER_LANES = 8  # sums of lanes are added up, and what few vectors were summed apart
 

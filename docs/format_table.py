@@ -186,7 +186,7 @@ def training_memory() -> str:
         "QAT to NF4: `float_masters(adam)`": (nf4, eqq.float_masters(adam)),
         "QAT to NF4: `float_masters(quantize_state(adam))`": (nf4, eqq.float_masters(eight_bits)),
         "QAT to NF4: `simulate=True`, Adam": (simulated, adam),
-        "QLoRA: NF4 with double quantization, rank 8, Adam": (lora, optax.masked(adam, eqq.trainable_mask(lora))),
+        "QLoRA: NF4 with double quantization, rank 8, Adam": (lora, eqq.train_only(adam, eqq.trainable_mask(lora))),
     }
     rows = []
     for name, (model, optim) in setups.items():

@@ -221,7 +221,7 @@ console.print(table)
 base = eqq.quantize_tree(model, eqq.NF4(double_quant=True))
 adapted = eqq.loraify(base, rank=8, key=jr.key(2))
 mask = eqq.trainable_mask(adapted)
-finetuned = train("QLoRA, code", adapted, optax.masked(adamw(3e-3, more_steps), mask), code, more_steps)
+finetuned = train("QLoRA, code", adapted, eqq.train_only(adamw(3e-3, more_steps), mask), code, more_steps)
 all_float = train("float, code", model, adamw(1e-3, more_steps), code, more_steps)
 
 models = {
@@ -244,7 +244,7 @@ ways = {
     "float": (model, optim),
     "QAT": (quantized["nf4"], eqq.float_masters(optim, masters=model)),
     "QAT, 8-bit Adam": (quantized["nf4"], eqq.float_masters(eqq.quantize_state(optim), masters=model)),
-    "QLoRA": (adapted, optax.masked(optim, mask)),
+    "QLoRA": (adapted, eqq.train_only(optim, mask)),
 }
 held = {}
 for name, (candidate, way) in ways.items():

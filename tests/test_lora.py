@@ -385,7 +385,7 @@ def test_factors_are_not_quantized(getkey):
 
 def test_masters_leave_frozen_weights_alone(getkey):
     model = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "int8"), 2, key=getkey())
-    with pytest.raises(ValueError, match="needs quantized parameters to train.*`optax.masked.optimizer, eqq.trainable"):
+    with pytest.raises(ValueError, match="needs quantized parameters to train.*`eqq.train_only.optimizer, "):
         eqq.float_masters(optax.sgd(0.1)).init(model)
 
 
@@ -396,9 +396,28 @@ def test_factors_are_saved_and_loaded(getkey, tmp_path):
     np.testing.assert_array_equal(np.asarray(again.layers[0].weight), np.asarray(model.layers[0].weight))
 
 
+def test_gradients_as_updates_are_refused(getkey):
+    """`optax.masked` passes on gradients of biases, norms and float weights, along which they would climb the loss."""
+    model = eqx.nn.Sequential([eqx.nn.Linear(8, 64, key=getkey()), eqx.nn.LayerNorm(64)])
+    for quantized in (model, eqq.quantize_tree(model, "nf4")):
+        adapted = eqq.loraify(quantized, 4, key=getkey())
+        grads = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(jnp.ones((2, 8)))))(adapted)
+        optim = optax.masked(optax.adam(1e-2), eqq.trainable_mask(adapted))
+        with jax.numpy_dtype_promotion("standard"):  # Adam needs it
+            updates, _ = optim.update(grads, optim.init(adapted), adapted)
+        with pytest.raises(ValueError, match="other floats are frozen.*To freeze it, .*`eqq.train_only`"):
+            eqq.apply_updates(adapted, updates)
+        updates = eqx.tree_at(lambda u: (u[0].bias, u[1].weight, u[1].bias), updates, (None, None, None))
+        if quantized is model:
+            with pytest.raises(ValueError, match=r"Got a float32 array for layers.0.weight.base.*`eqx.apply_updates`"):
+                eqq.apply_updates(adapted, updates)
+        else:
+            assert_same(eqq.apply_updates(adapted, updates)[0].bias, model[0].bias)
+
+
 @pytest.mark.parametrize("library", ["equinox", "eqquant"])
 def test_the_usual_loop_trains_only_factors(library, getkey):
-    """`eqx.filter_value_and_grad` gives biases and norms gradients, which `optax.masked` would add to them."""
+    """`eqx.filter_value_and_grad` gives biases and norms gradients, too."""
     linear = lambda: eqx.nn.Linear(64, 64, key=getkey())
     model = eqx.nn.Sequential([linear(), eqx.nn.LayerNorm(64), linear()])
     model = eqq.loraify(eqq.quantize_tree(model, "nf4"), 4, key=getkey())

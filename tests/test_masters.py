@@ -407,9 +407,17 @@ def test_freezing(getkey):
     after = eqq.apply_updates(model, updates)
     assert_same(after.layers[0].weight, model.layers[0].weight)
     assert jnp.any(after.layers[1].weight.codes != model.layers[1].weight.codes)
-    updates, _ = optim.update(eqq.filter_grad(loss)(model, x), optim.init(model), model)
-    with pytest.raises(ValueError, match="to be frozen: put `optax.masked` around `eqq.float_masters`"):
+    whole = eqq.filter_grad(loss)(model, x)
+    updates, _ = optim.update(whole, optim.init(model), model)
+    with pytest.raises(ValueError, match="To freeze it, wrap the optimizer in `eqq.train_only`"):
         eqq.apply_updates(model, updates)
+    optim = eqq.train_only(eqq.float_masters(optax.adam(lr)), mask)
+    updates, _ = optim.update(whole, optim.init(model), model)
+    for apply in (eqq.apply_updates, eqx.apply_updates):
+        assert eqx.tree_equal(apply(model, updates), after)
+    optim = eqq.train_only(eqq.float_masters(optax.adam(lr)), eqx.tree_at(lambda m: m.layers[0], mask, False))
+    updates, _ = optim.update(whole, optim.init(model), model)  # a whole layer by one value of the mask
+    assert eqx.tree_equal(eqq.apply_updates(model, updates), after)
 
 
 def test_optax_finds_the_parameters_in_the_state(getkey):

@@ -39,7 +39,7 @@ def test_gradients_of_equinox(setting):
     grads = eqx.filter_grad(loss)(model, jnp.ones((2, 20)))
     with pytest.raises(ValueError, match=r"Got none for layers\.0\.weight. Differentiate with `eqq.filter_value"):
         optim.update(grads, state, model)
-    with pytest.raises(ValueError, match="put `optax.masked` around `eqq.float_masters`, and give its mask to"):
+    with pytest.raises(ValueError, match="To freeze it, wrap the optimizer in `eqq.train_only`"):
         optim.update(grads, state, model)
 
 

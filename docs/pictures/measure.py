@@ -60,7 +60,7 @@ def memory(model: minilm.Encoder) -> dict[str, dict[str, int]]:
         "float32, 8-bit Adam": (model, eqq.quantize_state(optim)),
         "QAT": (quantized, eqq.float_masters(optim)),
         "QAT, 8-bit Adam": (quantized, eqq.float_masters(eqq.quantize_state(optim))),
-        "QLoRA": (adapted, optax.masked(optim, eqq.trainable_mask(adapted))),
+        "QLoRA": (adapted, eqq.train_only(optim, eqq.trainable_mask(adapted))),
     }
     ids, mask = minilm.tokenize(["A sentence."], 8)
     found = {}

@@ -65,9 +65,9 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
 def train_only(optimizer: "optax.GradientTransformation", mask: PyTree[bool]) -> "optax.GradientTransformation":
     """Returns an optimizer that changes only the leaves that a mask selects.
 
-    As `optax.masked`, but every other leaf gets an update of zero. `optax.masked` passes on the gradients of other
-    leaves as updates: with a gradient of the whole model, as `equinox.filter_value_and_grad` returns it, biases and
-    norms would climb the loss.
+    As `optax.masked`, but every other leaf gets no update. `optax.masked` passes on the gradients of other leaves as
+    updates: with a gradient of the whole model, as `equinox.filter_value_and_grad` returns it, biases and norms would
+    climb the loss.
 
     !!! Example
 
@@ -84,8 +84,18 @@ def train_only(optimizer: "optax.GradientTransformation", mask: PyTree[bool]) ->
 
     **Returns:**
 
-    An optax gradient transformation. Wrap it around [`eqquant.float_masters`][], not the other way round.
+    An optax gradient transformation, whose updates of other leaves are `None`. Wrap it around
+    [`eqquant.float_masters`][], not the other way round.
     """
     import optax
 
-    return optax.selective_transform(optimizer, freeze_mask=jtu.tree_map(lambda selected: not selected, mask))
+    masked = optax.masked(optimizer, mask)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        updates, state = masked.update(updates, state, params, **extra_args)
+        drop = lambda updates: jtu.tree_map(lambda _: None, updates, is_leaf=is_quantized)
+        return jtu.tree_map(lambda selected, step: step if selected else drop(step), mask, updates), state
+
+    return optax.GradientTransformationExtraArgs(masked.init, update)  # pyright: ignore[reportArgumentType]

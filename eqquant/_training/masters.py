@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, TYPE_CHECKING
 
+import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -77,8 +78,8 @@ def float_masters(
         ```
 
     It composes with optax. Pass it any optimizer: chains, schedules, clipping, momentum, `optax.MultiSteps`,
-    `optax.apply_if_finite`, `optax.inject_hyperparams`. You can put `optax.masked` around it, with the same mask as the
-    `filter_spec` of the gradients, or `optax.multi_transform`. In an `optax.chain`, only stateless gradient
+    `optax.apply_if_finite`, `optax.inject_hyperparams`. You can put [`eqquant.train_only`][] around it, which freezes
+    leaves, or `optax.multi_transform`. In an `optax.chain`, only stateless gradient
     transformations, such as clipping, may come before it. Nothing that scales updates may come after it, because its
     updates are differences of codes. `init` and `update` take the model itself, or its arrays,
     `eqx.filter(model, eqx.is_array)`, which some functions of optax need.
@@ -187,8 +188,8 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if the update of a quantized array is dense or scaled, if an update has another shape, or if the tree
-    has another structure. The message names the leaf.
+    `ValueError` if the update of a quantized array is dense or scaled, if a float that is frozen beside low-rank
+    factors has one, if an update has another shape, or if the tree has another structure. The message names the leaf.
     """
     steps = _flatten_like(model, updates, "`updates` must have the structure of the model.")
     mask = jtu.tree_leaves(trainable_mask(model))
@@ -197,6 +198,12 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
         path, x = leaf.path, leaf.value
         if step is None:
             return x
+        if not trains and eqx.is_inexact_array(x):
+            raise ValueError(
+                "Beside low-rank factors, other floats are frozen: their update must be `None`. Got "
+                f"{_describe(step)} for {path}: perhaps a gradient, which `optax.masked` passes on. {_TO_FREEZE} To "
+                "train it too, call `eqx.apply_updates`."
+            )
         if is_quantized(step) and not jtu.tree_leaves(step):  # from `eqx.filter_grad`, to which codes are no parameters
             if trains and jtu.tree_leaves(x):
                 raise ValueError(
@@ -207,8 +214,8 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
         if is_quantized(x) != is_quantized(step):
             raise ValueError(
                 f"The update of a quantized array must be one of its codes. Got {_describe(step)} for {path}. Wrap the "
-                "optimizer in `eqq.float_masters`, which keeps the float array that such an update belongs to. If this "
-                f"leaf is to be frozen: {_TO_FREEZE}"
+                "optimizer in `eqq.float_masters`, which keeps the float array that such an update belongs to. "
+                f"{_TO_FREEZE}"
             )
         return jtu.tree_map(lambda part, step: _add_update(path, part, step, is_quantized(x)), x, step)
 
@@ -216,7 +223,7 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
 
 
 _TO_DIFFERENTIATE = "Differentiate with `eqq.filter_value_and_grad`, which gives quantized arrays a gradient."
-_TO_FREEZE = "put `optax.masked` around `eqq.float_masters`, and give its mask to `eqq.filter_grad` as `filter_spec`."
+_TO_FREEZE = "To freeze it, wrap the optimizer in `eqq.train_only`."
 
 
 def as_optimizer(optimizer: object) -> "optax.GradientTransformationExtraArgs":
@@ -277,7 +284,7 @@ def _list_logical(masters: Masters, leaves: TrainedLeaves) -> list[PyTree]:
 def _nothing_message(params: PyTree, leaves: TrainedLeaves) -> str:
     frozen = any(is_quantized(x) for x in jtu.tree_leaves(params, is_leaf=is_quantized))
     remedy = (
-        "Weights with low-rank factors are frozen: train the factors with `optax.masked(optimizer, "
+        "Weights with low-rank factors are frozen: train the factors with `eqq.train_only(optimizer, "
         "eqq.trainable_mask(model))`, without the wrapper."
         if frozen
         else "Quantize the model first, or use the optimizer without the wrapper."
@@ -358,8 +365,7 @@ def _flatten_gradients(params: PyTree, leaves: TrainedLeaves, grads: PyTree, mas
             continue
         if grad is None or is_quantized(grad):
             raise ValueError(
-                f"Every trained parameter needs a gradient. Got none for {path}. {_TO_DIFFERENTIATE} To freeze it: "
-                f"{_TO_FREEZE}"
+                f"Every trained parameter needs a gradient. Got none for {path}. {_TO_DIFFERENTIATE} {_TO_FREEZE}"
             )
         if jnp.shape(grad) != tuple(x.shape):
             raise ValueError(

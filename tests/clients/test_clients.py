@@ -106,7 +106,7 @@ def test_qlora(client, batches):
     q = eqq.loraify(client.quantize(), rank=4, key=jr.key(7))
     target = client.call(model, x)
     assert_near(client.packed(q, x), client.packed(client.quantize(), x))
-    optimizer = optax.masked(optax.adam(1e-3), eqq.trainable_mask(q))
+    optimizer = eqq.train_only(optax.adam(1e-3), eqq.trainable_mask(q))
     trained, values = train(client, q, x, target, optimizer)
     assert np.isfinite(values).all() and min(values[1:]) < values[0]
     merged = eqq.merge_lora(trained, dense=True)

@@ -214,6 +214,37 @@ def test_products_over_some_features():
     wanted = gram(inputs()) / 2  # each of the two products counts as rows
     wanted[:4, 4:] = wanted[4:, :4] = 0
     close(leaf.gram, wanted)
+    assert "multiplied in parts" in leaf.note
+    whole = collect_stats(normal(8, 12), [inputs()], apply=lambda w, x: x @ w.T)["the array"]
+    assert "in parts" not in whole.note
+
+
+SUMS = {
+    "complex": lambda a, b: a + b.astype(jnp.complex64) * jnp.asarray(1j, jnp.complex64),
+    "lax.complex": lax.complex,
+    "difference": lambda a, b: a - b,
+    "joined": lambda a, b: jnp.concatenate([a + b, a]),
+}
+
+
+@pytest.mark.parametrize("way", SUMS)
+def test_sums_of_weights(way):
+    """Each term meets the inputs of the sum, as the real and the imaginary part of a spectral convolution do."""
+    weights, x = (normal(8, 12), normal(8, 12, seed=1)), inputs()
+
+    def apply(weights, x):
+        return jnp.abs(jnp.einsum("bi,oi->bo", x, SUMS[way](*weights)))
+
+    with jax.numpy_dtype_promotion("standard"):
+        stats = collect_stats(weights, [x], apply=apply, gram=True)
+    for leaf in stats.values():
+        assert (leaf.axis, leaf.note) == (-1, "")
+        close(leaf.gram, gram(x))
+
+
+def test_a_weight_added_to_itself_counts_once():
+    leaf = collect_stats(normal(8, 12), [inputs()], apply=lambda w, x: x @ (w + w).T, gram=True)["the array"]
+    assert leaf.rows == len(inputs())
 
 
 def test_an_einsum_model_without_quaxify():

@@ -70,15 +70,17 @@ class AbstractRun(abc.ABC):
         """Returns the results of a program, and the fact about each."""
 
     @abc.abstractmethod
-    def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, excluding: View | None = None) -> None:
+    def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, excluding: Fact | None = None) -> None:
         """Reports each weight among the operands to the follower, as a use that is not a product."""
 
 
 def find_views(fact: Fact) -> list[View]:
-    """Returns the views of weights that a fact holds; several if it is a concatenation."""
+    """Returns the views of weights that a fact holds; several if it is a sum or a concatenation."""
     if isinstance(fact, View):
-        return [fact]
-    return [part for part, _ in fact.parts if part is not None] if isinstance(fact, Concatenated) else []
+        return fact.terms
+    if isinstance(fact, Concatenated):
+        return [view for part, _ in fact.parts if part is not None for view in part.terms]
+    return []
 
 
 def combine_facts(facts: Sequence[Fact]) -> type[Data] | type[Parameter]:

@@ -5,6 +5,7 @@ A program may multiply by a transposed, reshaped, masked or selected part of a w
 """
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -80,17 +81,18 @@ class _Run(AbstractRun):
 
     def report_use(self, view: View, kind: str, equation: JaxprEqn) -> None:
         """Reports one use of a weight to the follower."""
-        self.follower.use(UseSite(view.weight, kind, equation, self.enclosing[:-1]))
+        for term in view.terms:
+            self.follower.use(UseSite(term.weight, kind, equation, self.enclosing[:-1]))
 
     def multiply(self, product: Product, equation: JaxprEqn) -> Array:
         """Reports a product to the follower, and returns the operand that it returns."""
         use = UseSite(product.view.weight, equation.primitive.name, equation, self.enclosing[:-1])
         return self.follower.multiply(product, use)
 
-    def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, excluding: View | None = None) -> None:
+    def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, excluding: Fact | None = None) -> None:
         """Reports each weight among the operands to the follower, as a use that is not a product."""
-        for view in (view for fact in facts for view in find_views(fact)):
-            if view is not excluding and not view.looked_up:
+        for view in (view for fact in facts if fact is not excluding for view in find_views(fact)):
+            if not view.looked_up:
                 self.report_use(view, equation.primitive.name, equation)
 
 
@@ -113,9 +115,22 @@ def _elementwise(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: 
         kept = []
     if others_are_data or not kept:
         return _default(run, equation, values, facts)
+    if equation.primitive.name in _SUMS and _arranged_alike(facts):
+        numbers = dict.fromkeys(view.weight for fact in facts for view in fact.terms)
+        return bind(equation, values), [facts[0]._replace(weight=next(iter(numbers)), added=tuple(numbers)[1:])]
     if len(facts) > 1:
         run.use(equation, facts, excluding=kept[0] if isinstance(kept[0], View) else None)
     return bind(equation, values), [kept[0]]
+
+
+_SUMS = ("add", "add_any", "sub", "complex")
+
+
+def _arranged_alike(facts: Sequence[Fact]) -> TypeGuard[Sequence[View]]:
+    """Whether two facts are views with the same digits along all axes."""
+    views = [fact for fact in facts if isinstance(fact, View)]
+    whole = lambda view: all(d.at is None for digits in (*view.axes, view.fixed) for d in digits or ())
+    return len(views) == 2 and all(map(whole, views)) and views[0][1:4] == views[1][1:4]
 
 
 def _compare(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -304,6 +319,7 @@ _RULES = {
             "add",
             "add_any",
             "sub",
+            "complex",
             "select_n",
             "clamp",
             "max",

@@ -140,9 +140,8 @@ def arrange(
         inputs = find_inputs(view, contracted, own.shape[own.ndim - len(contracted) :], shapes[view.weight])
         if inputs is not None:
             own = _order_features(own.reshape(*own.shape[: own.ndim - len(contracted)], -1), inputs)
-            products.append(
-                Product(view, inputs, values[1 - n], own, tuple(view.axes[axis] for axis in batch), row_mask)
-            )
+            digits = tuple(view.axes[axis] for axis in batch)
+            products += [Product(term, inputs, values[1 - n], own, digits, row_mask) for term in view.terms]
     return products
 
 

@@ -52,12 +52,19 @@ class View(NamedTuple):
     - `axes`: the digits along each axis: `()` if the array repeats along it, `None` if they are unknown.
     - `fixed`: digits with a single value, which have no axis in the array.
     - `looked_up`: whether the data selects among its values.
+    - `added`: the numbers of other weights whose values, arranged in the same way, are added.
     """
 
     weight: int
     axes: tuple[Digits, ...]
     fixed: tuple[Digit, ...] = ()
     looked_up: bool = False
+    added: tuple[int, ...] = ()
+
+    @property
+    def terms(self) -> list["View"]:
+        """The view of each weight in the sum."""
+        return [self._replace(weight=n, added=()) for n in (self.weight, *self.added)]
 
 
 class Concatenated(NamedTuple):

@@ -238,6 +238,8 @@ def make_stats(leaf: Leaf, observer: WeightObserver) -> LeafStats:
         return LeafStats(path, shape, None, "; ".join(notes), np.zeros(observer.stack, np.int64), looked_up=looked_up)
     if observer.used:
         notes.append("also used in another way than as a product, which was not seen")
+    if observer.in_parts:
+        notes.append("multiplied in parts: the inputs of one part count as zero in the others")
     if len(observed_axes) > 1:
         notes.append("also multiplied along its other axis, which is not counted")
     axes = observer.axes if observer.axes in observed_axes else observed_axes[0]

@@ -103,6 +103,7 @@ class WeightObserver:
     - `stack_axes`: for each combination, the axes of a stack of layers, each with its own inputs.
     - `gated`: whether only the layers in `active` are observed.
     - `looked_up`, `used`: whether rows of the weight were looked up, and whether it was used in another way.
+    - `in_parts`: whether a product sums over a part of the inputs.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class WeightObserver:
     ) -> None:
         self.path, self.shape, self.threshold, self.gram, self.gated = path, shape, threshold, gram, gated
         self.calibrator, self.keep = calibrator, gated or calibrator is not None
-        self.looked_up = self.used = False
+        self.looked_up = self.used = self.in_parts = False
         self.active: Sequence[int] = ()
         self.by_axes: dict[tuple[int, ...], Sums] = {}
         self.stack_axes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -138,6 +139,7 @@ class WeightObserver:
     def prepare(self, product: Product) -> None:
         """Prepares sums for a product."""
         axes, stack = self.negative_axes(product), product.stack_axes(self.shape)
+        self.in_parts |= product.inputs.features.size < product.inputs.total
         before = self.stack_axes.get(axes, ())
         if axes not in self.by_axes or len(stack) > len(before):
             self.stack_axes[axes] = stack

@@ -172,6 +172,20 @@ def test_convolution_weights(getkey):
     assert eqq.is_quantized(layer.weight) and layer.weight.shape == (6, 2, 3, 3)
 
 
+@pytest.mark.parametrize("kernel_size", [(3, 5), 5])
+def test_convolution_weights_of_other_libraries(kernel_size, getkey):
+    """A layer is a convolution by its `kernel_size`, not by its class."""
+
+    class Convolution(eqx.Module):
+        weight: jax.Array
+        kernel_size: object = eqx.field(static=True)
+
+    shape = (6, 4, *(kernel_size if isinstance(kernel_size, tuple) else (5, 5)))
+    layer = Convolution(weights(getkey(), shape), kernel_size)
+    assert eqq.quantize_tree(layer, "int8").weight.axis == (-3, -2, -1)
+    assert eqq.quantize_tree(Convolution(weights(getkey(), (6, 40)), kernel_size), "int8").weight.axis == -1
+
+
 def test_embedding(getkey):
     layer = eqq.quantize_tree(nn.Embedding(20, 70, key=getkey()), "int8")
     table = eqq.dequantize_tree(layer).weight

@@ -1,8 +1,7 @@
 """Finds the weights among the leaves of a model, and their input axes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -69,10 +68,12 @@ def use_without_product(leaf: Leaf) -> str | None:
 
 
 def convolved_axes(leaf: Leaf) -> tuple[int, ...] | None:
-    """Returns the input axes of an Equinox convolution (all but the first), or `None`."""
-    layer = leaf.parent
-    is_convolution = isinstance(layer, (eqx.nn.Conv, eqx.nn.ConvTranspose))
-    return tuple(range(-layer.num_spatial_dims - 1, 0)) if is_convolution else None
+    """Returns the input axes of a convolution `(*stack, out, in, *kernel_size)`, or `None`."""
+    sizes, shape = getattr(leaf.parent, "kernel_size", None), tuple(getattr(leaf.value, "shape", ()))
+    sizes = (sizes,) * (len(shape) - 2) if isinstance(sizes, int) else sizes
+    is_convolution = leaf.name == "weight" and isinstance(sizes, Sequence) and 0 < len(sizes) < len(shape) - 1
+    alike = is_convolution and shape[-len(sizes) :] == tuple(sizes)
+    return tuple(range(-len(sizes) - 1, 0)) if alike else None
 
 
 def input_axis(leaf: Leaf) -> tuple[int | tuple[int, ...], bool]:

@@ -226,6 +226,50 @@ def infer(model, batch):
     return jax.vmap(jax.grad(density))(batch[0])
 
 
+def unet():
+    from pdequinox.arch import ClassicUNet
+
+    return ClassicUNet(1, 2, 1, hidden_channels=16, num_levels=2, key=jr.key(0))
+
+
+def xlstm():
+    """A block with a matrix memory, and one with a scalar memory, which runs step by step."""
+    from noxton.nn.xlstm import mLSTMLayer, sLSTMLayer, xLSTMBlock
+
+    keys = jr.split(jr.key(0), 2)
+    matrix = mLSTMLayer(64, 128, 16, False, 4, 12, 4, 0.0, key=keys[0])
+    scalar = sLSTMLayer(64, 4, 4, 0.0, key=keys[1])
+    return [xLSTMBlock(64, matrix), xLSTMBlock(64, scalar)]
+
+
+def run_blocks(model, x):
+    for block in model:
+        x = block(x, key=jr.key(0))
+    return x
+
+
+class Equilibrium(eqx.Module):
+    """A network whose output is the fixed point of a layer."""
+
+    inject: eqx.nn.Linear
+    layer: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jr.split(key, 3)
+        self.inject, self.layer = eqx.nn.Linear(16, 64, key=keys[0]), eqx.nn.Linear(64, 64, key=keys[1])
+        self.head = eqx.nn.Linear(64, 8, key=keys[2])
+
+    def __call__(self, x):
+        from banax import adjoint, solver
+
+        def update(z, layer, x):
+            return jnp.tanh(layer(z) + x)
+
+        find = adjoint.Implicit(solver.Picard(), solver.Picard())
+        return self.head(find((update, (self.layer, self.inject(x))), jnp.zeros(64)).value)
+
+
 CLIENTS = {
     "eqx-zoo MiniLM": Client("eqx_zoo", minilm, over(lambda m, x: m.embed(x)), tokens(30522, 4, 12)),
     "eqx-zoo experts": Client("eqx_zoo", experts, lambda m, x: m(*x)[0], tokens(96, 48), quick=True),
@@ -263,5 +307,20 @@ CLIENTS = {
     "expaloma": Client("expaloma", charges, compute_charges, molecules),
     "diffrax": Client("diffrax", vector_field, solve_ode, normal(32, 16), quaxified=False),
     "lineax": Client("lineax", vector_field, solve_linear, normal(8, 16), quaxified=False, hidden=True),
+    "banax": Client("banax", lambda: Equilibrium(jr.key(0)), over(), normal(32, 16), quaxified=False),
+    "pdequinox": Client(
+        "pdequinox",
+        unet,
+        over(),
+        normal(8, 2, 32),
+        decoded=("*.conv_2.weight", "*_blocks.*.conv_1.weight", "*_sampling_blocks.?.weight"),
+    ),
+    "noxton": Client(
+        "noxton",
+        xlstm,
+        over(run_blocks),
+        normal(4, 12, 64),
+        format={"*.recurrent_kernel": eqq.QuantConfig("nf4", axis=-3), "*": "nf4"},
+    ),
     "numpyro": Client("numpyro", vector_field, infer, normal(32, 16)),
 }

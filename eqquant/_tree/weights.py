@@ -71,9 +71,9 @@ def convolved_axes(leaf: Leaf) -> tuple[int, ...] | None:
     """Returns the input axes of a convolution `(*stack, out, in, *kernel_size)`, or `None`."""
     sizes, shape = getattr(leaf.parent, "kernel_size", None), tuple(getattr(leaf.value, "shape", ()))
     sizes = (sizes,) * (len(shape) - 2) if isinstance(sizes, int) else sizes
-    is_convolution = leaf.name == "weight" and isinstance(sizes, Sequence) and 0 < len(sizes) < len(shape) - 1
-    alike = is_convolution and shape[-len(sizes) :] == tuple(sizes)
-    return tuple(range(-len(sizes) - 1, 0)) if alike else None
+    if leaf.name != "weight" or not isinstance(sizes, Sequence) or not 0 < len(sizes) < len(shape) - 1:
+        return None
+    return tuple(range(-len(sizes) - 1, 0)) if shape[-len(sizes) :] == tuple(sizes) else None
 
 
 def input_axis(leaf: Leaf) -> tuple[int | tuple[int, ...], bool]:

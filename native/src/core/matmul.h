@@ -91,6 +91,15 @@ inline const MatmulKernel* fallback_after_packing(const MatmulKernel& kernel, co
   return accepts ? nullptr : &select_kernel(kernel.fallback, problem);
 }
 
+// How many of some threads a problem is worth: a small one is done before another wakes.
+inline int64_t useful_threads(const Problem& p, int64_t threads) {
+  if (threads < 2) return 1;
+  constexpr double kShare = 1 << 18, kRows = 16;  // so many rows of x take as long as decoding the weight
+  const double codes = static_cast<double>(p.batch) * static_cast<double>(p.n) * static_cast<double>(p.k);
+  const double shares = codes * (1 + static_cast<double>(p.m) / kRows) / kShare;
+  return shares >= static_cast<double>(threads) ? threads : shares >= 2 ? static_cast<int64_t>(shares) : 1;
+}
+
 // Has a kernel compute a problem of its own type, whose weight it can read. Whether there was enough memory.
 template <typename Kernel, typename Task, typename Pool>
 bool run_whole(const Kernel& kernel, const Task& problem, Pool& pool, int64_t threads) {
@@ -181,7 +190,7 @@ bool run_kernel(const Slabs& slabs, const Isa& isa, const Kernel& kernel, const 
 template <typename Pool>
 bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
-  if (threads < 1) threads = 1;
+  threads = useful_threads(problem, threads);
   const Slabs slabs(problem, threads);
   const Problem seen = slabs.needed() ? slabs.slab(problem, 0, 0, &problem) : problem;  // by kernels
   Problem all = seen;
@@ -206,7 +215,7 @@ bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
 template <typename Pool>
 bool run_int8(const Isa& isa, const Int8Problem& problem, Pool& pool, int64_t threads) {
   if (problem.p.batch == 0 || problem.p.m == 0 || problem.p.n == 0) return true;
-  if (threads < 1) threads = 1;
+  threads = useful_threads(problem.p, threads);
   return run_kernel(Slabs(problem.p, threads), isa, *isa.int8, problem, pool, threads);
 }
 
@@ -214,6 +223,6 @@ bool run_int8(const Isa& isa, const Int8Problem& problem, Pool& pool, int64_t th
 template <typename Pool>
 bool run_decode(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
   if (problem.batch == 0 || problem.n == 0 || problem.k == 0) return true;
-  if (threads < 1) threads = 1;
+  threads = useful_threads(problem, threads);
   return run_kernel(Slabs(problem, threads), isa, *isa.decode, problem, pool, threads);
 }

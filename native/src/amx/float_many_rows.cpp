@@ -91,7 +91,9 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.row_blocks = div_up(d.panels, kUnitPanels);
   d.parts = div_up(p.k, kSpan);
   d.packed = div_up(p.k, 64) * kMostSlices * kTile;
-  int64_t rows = div_up(p.n * p.batch * d.row_blocks, (d.panels > 1 ? 4 : 16) * threads);
+  // One thread, as with slabs, takes large units: only within a unit the next rows are fetched.
+  const int64_t wanted = threads > 1 ? (d.panels > 1 ? 4 : 16) * threads : 1;
+  int64_t rows = div_up(p.n * p.batch * d.row_blocks, wanted);
   rows = max64(rows, (int64_t{1} << 18) / (p.m * p.k));
   d.rows = min64(round_up(min64(rows, p.n), kRows), kUnitRows);
   d.chunks = div_up(p.n, d.rows);

@@ -135,24 +135,24 @@ void zeros_of_rows(const Problem* problem, int64_t row, int64_t rows, int64_t fi
     }
 }
 
-// `low + code`, times the factors of blocks of `size`, a multiple of eight, of which codes and factors begin one. There
-// is room for a vector more than there are codes.
+// `low + code`, times the factors of blocks of `size`, of which codes and factors begin one: of eight, or of whole
+// vectors. There is room for a vector more than there are codes.
 EQQ_INLINE void scale_integers(const uint8_t* codes, int64_t count, float low, const float* factors, int64_t size,
                                float* out) {
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   // A loop of its own: GCC converts vectors of bytes one by one.
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(codes[i]) + low;
-  int64_t left = size;
-  const auto next = [&] {
-    const float factor = *factors;
-    left -= 8;
-    factors += left == 0;
-    left = left == 0 ? size : left;
-    return factor;
-  };
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const float below = next(), above = next();
-    store_vector(out + i, load_floats(out + i) * (lane < 8 ? Floats{} + below : Floats{} + above));
+  if (size == 8) {
+    for (int64_t i = 0; i < count; i += kLanes, factors += 2) {
+      const Floats factor = lane < 8 ? Floats{} + factors[0] : Floats{} + factors[1];
+      store_vector(out + i, load_floats(out + i) * factor);
+    }
+    return;
+  }
+  for (int64_t first = 0; first < count; first += size, ++factors) {
+    const Floats factor = Floats{} + *factors;
+    for (int64_t i = first; i < min64(first + size, count); i += kLanes)
+      store_vector(out + i, load_floats(out + i) * factor);
   }
 }
 
@@ -180,12 +180,16 @@ void scales_of_rows(const Problem* problem, bool offsets, bool consecutive, int6
       uint8_t some[2 * kMostCodes + kPlane];
       const uint8_t* codes = some_of(packed, limit, length, p.scale_bits, at, at + count, some);
       float* to = out + at - first;
-      if (consecutive && size % 8 == 0 && at % size == 0) {
+      if (consecutive && (size == 8 || size % kLanes == 0) && at % size == 0) {
         scale_integers(codes, count, low, room + at / size, size, to);
       } else {
         for (int64_t j = 0; j < count; ++j) to[j] = p.scale_table[codes[j]] * room[(at + j) / size];
       }
     }
+}
+
+void add_multiple(const float* scales, int64_t count, float factor, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] += factor * scales[i];
 }
 
 void sums_of_row(const Problem* problem, int64_t batch, int64_t m, float* out) {
@@ -264,6 +268,6 @@ void add_products_transposed(const Problem* slab, const float* offsets, float* r
 }  // namespace
 
 namespace EQQUANT_ISA {
-extern const SlabKernel kSlabs = {join_rows,   zeros_of_rows, scales_of_rows,
+extern const SlabKernel kSlabs = {join_rows,   zeros_of_rows, scales_of_rows,         add_multiple,
                                   sums_of_row, add_products,  add_products_transposed};
 }

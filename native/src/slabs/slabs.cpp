@@ -140,7 +140,7 @@ void Slabs::fill(const SlabKernel& kernel, const Problem& p, int64_t batch, int6
   kernel.scales(&p, false, consecutive_, row, q.n, block, block + q.blocks, scales, room);
   if (p.offset == nullptr) return;
   kernel.scales(&p, true, consecutive_, row, q.n, block, block + q.blocks, offsets, room);
-  for (int64_t i = 0; i < q.n * q.blocks; ++i) offsets[i] += middle_ * scales[i];
+  kernel.add_multiple(scales, q.n * q.blocks, middle_, offsets);
 }
 
 void Slabs::add(const SlabKernel& kernel, const Problem& p, int64_t batch, int64_t index, void* own,

@@ -21,6 +21,8 @@ typedef struct SlabKernel {
   // than the last. `room` has a float for each `scale` of these rows, if scales are codes.
   void (*scales)(const Problem*, bool offsets, bool consecutive, int64_t row, int64_t rows, int64_t first, int64_t last,
                  float* out, float* room);
+  // Adds a multiple of scales to offsets.
+  void (*add_multiple)(const float* scales, int64_t count, float factor, float* offsets);
   // Sums of the blocks of row `m` of x.
   void (*sums)(const Problem*, int64_t batch, int64_t m, float* out);
   // Adds products with the offsets of a slab, a problem of one batch, to its results. `sums` belong to all rows of x.

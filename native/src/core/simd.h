@@ -13,6 +13,7 @@
 //   transpose(a)          a[0] to a[L - 1], L x L floats; where L is more than 4
 //   sum_rows(a, out)      the sums of a[0] to a[kDotRows - 1], if `kSumsRows`
 //   integers, e4m3, e5m2, ue4m4, e8m0, bytes256(p, table)    L floats from L bytes
+//   bytes16(p, table)     as `bytes256`, of bytes below 16
 //   bf16(p), f16(p)       L floats from 2 L bytes;  one_bf16, one_f16, one_to_bf16, one_to_f16   single ones
 //
 // Integers: `I`, a vector of L of 32 bits

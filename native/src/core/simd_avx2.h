@@ -105,6 +105,7 @@ struct Simd : SimdBase {
   EQQ_INLINE F bytes256(const uint8_t* p, const float* table) {
     return _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(eight(p)), 4);
   }
+  EQQ_INLINE F bytes16(const uint8_t* p, const float* t) { return lookup(table(t), _mm256_cvtepu8_epi32(eight(p))); }
   // Floats of eight bits are floats of sixteen, but for the width and the bias of the exponent. That holds for
   // subnormal numbers too, and F16C takes them whatever the floating-point environment says.
   EQQ_INLINE F e4m3(const uint8_t* p) {

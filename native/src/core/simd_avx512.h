@@ -112,6 +112,7 @@ struct Simd : SimdBase {
   EQQ_INLINE F bytes256(const uint8_t* p, const float* table) {
     return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(sixteen(p)), table, 4);
   }
+  EQQ_INLINE F bytes16(const uint8_t* p, const float* t) { return lookup(table(t), _mm512_cvtepu8_epi32(sixteen(p))); }
   // Floats of eight bits are floats of sixteen, but for the width and the bias of the exponent. That holds for
   // subnormal numbers too, and F16C takes them whatever the floating-point environment says.
   EQQ_INLINE F e4m3(const uint8_t* p) {

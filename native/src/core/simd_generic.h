@@ -111,6 +111,7 @@ struct Simd : SimdBase {
   EQQ_INLINE F bytes256(const uint8_t* p, const float* table) {
     return F{table[p[0]], table[p[1]], table[p[2]], table[p[3]]};
   }
+  EQQ_INLINE F bytes16(const uint8_t* p, const float* table) { return bytes256(p, table); }
   // A number without sign of `mantissa` bits of mantissa; `e4m3`, `e5m2` and so on differ in that and in the bias. No
   // subnormal float32 is ever made of it, so it does not matter if the machine flushes them.
   EQQ_INLINE float minifloat(uint32_t code, int mantissa, int bias) {

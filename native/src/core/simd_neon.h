@@ -107,6 +107,7 @@ struct Simd : SimdBase {
   EQQ_INLINE F bytes256(const uint8_t* p, const float* table) {
     return F{table[p[0]], table[p[1]], table[p[2]], table[p[3]]};
   }
+  EQQ_INLINE F bytes16(const uint8_t* p, const float* table) { return bytes256(p, table); }
   // Floats of eight bits are floats of sixteen, but for the width and the bias of the exponent. That holds for
   // subnormal numbers too, and their conversion takes them whatever the floating-point environment says.
   EQQ_INLINE F e4m3(const uint8_t* p) {

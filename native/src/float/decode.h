@@ -1,6 +1,7 @@
 // Decodes rows of the weight to floats: the order of decoding, scales, and segments of codes.
 #pragma once
 
+#include "core/runs.h"
 #include "float/layout.h"
 
 namespace {
@@ -31,9 +32,9 @@ struct Decode {
       *plane = 0;
       return;
     }
-    const int64_t planes = 8 / bits, lane = i % L, vector = i / L;
-    const int64_t c = vector % 4, h = vector / (4 * planes);
-    *plane = vector / 4 % planes;
+    const int shift = bits == 4 ? 1 : bits == 2 ? 2 : 3;  // of powers of two: small products wait for divisions
+    const int64_t lane = i % L, vector = i / L, c = vector % 4, h = vector >> (2 + shift);
+    *plane = (vector >> 2) & ((1 << shift) - 1);
     *byte = 4 * L * h + 4 * lane + c;
   }
 
@@ -305,17 +306,59 @@ struct Decode {
         break;
     }
 #undef EQQ_DECODE
-    if (last <= s.whole) return;
-    out += (s.whole - first) * s.codes;
+    if (last > s.whole)
+      decode_last<kBits, kValues, kZero>(p, s, shared, row, scratch, out + (s.whole - first) * s.codes);
+  }
+
+  // Decodes a partial last segment to its order.
+  template <int kBits, int kValues, bool kZero>
+  static void decode_last(const Problem& p, const Shape& s, const void* shared, int64_t row, float* scratch,
+                          float* out) {
     if (s.tail == s.codes) return decode_tail<kBits, kValues, kZero>(p, s, shared, row, scratch, out);
-    float tail[512];
-    decode_tail<kBits, kValues, kZero>(p, s, shared, row, scratch, tail);
     const int64_t real = p.k - s.whole * s.codes;
-    for (int64_t i = 0; i < real; ++i) out[i] = tail[common.place[i]];
+    if (s.mode == kAnyBlock) {
+      float tail[512];
+      decode_tail<kBits, kValues, kZero>(p, s, shared, row, scratch, tail);
+      for (int64_t i = 0; i < real; ++i) out[i] = tail[open_shared(s, shared).place[i]];
+    } else {
+      decode_in_order<kBits, kValues, kZero>(p, s, table256(shared), row, scratch, out);
+    }
     for (int64_t i = real; i < s.tail; ++i) out[i] = 0.0f;
   }
 
-  // Decodes a partial last segment.
+  // Decodes a partial last segment to logical order, where each vector of that is of one block; writes whole vectors.
+  template <int kBits, int kValues, bool kZero>
+  static void decode_in_order(const Problem& p, const Shape& s, const float* values, int64_t row, float* scratch,
+                              float* out) {
+    const int64_t begin = s.whole * s.codes, block = begin / p.block_size;
+    RowScales r;
+    if (!kZero && p.scale_kind == kScaleFloat32 && p.row_scale == nullptr) {
+      r.scale = r.zero = static_cast<const float*>(p.scale) + row * p.blocks + block;
+    } else {
+      r = row_scales(p, s, row, s.whole, s.segments, scratch);
+    }
+    uint8_t packed[kSegment] = {0}, codes[(8 / kBits + 1) * kSegment];
+    memcpy(packed, p.codes + row * p.words + s.whole * kSegment, s.tail_bytes);
+    unpack_segment<kBits>(packed, s.tail_bytes, 0, codes);
+    const F offset = V::broadcast(values[0]);
+    int64_t at = 0, left = (block + 1) * p.block_size - begin;  // of the block
+    for (int64_t i = 0; i < p.k - begin; i += L, left -= L) {
+      if (left == 0) {
+        ++at;
+        left = p.block_size;
+      }
+      F w;
+      if constexpr (kBits == 8) {
+        w = decode_bytes<kValues>(codes + i, values, offset);
+      } else {
+        w = V::bytes16(codes + i, values);
+      }
+      if (kZero) w = V::sub(w, V::broadcast(r.zero[at]));
+      V::store(out + i, V::mul(w, V::broadcast(r.scale[at])));
+    }
+  }
+
+  // Decodes a partial last segment to the order of decoding.
   template <int kBits, int kValues, bool kZero>
   static void decode_tail(const Problem& p, const Shape& s, const void* shared, int64_t row, float* scratch,
                           float* out) {

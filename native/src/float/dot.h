@@ -205,6 +205,22 @@ struct Dot {
                                                                        common.mask, x, x_row, sums);
   }
 
+  // The same where rows have blocks: decoded to memory, which has room for one.
+  template <int kBits, int kValues, bool kZero, int kM>
+  static __attribute__((noinline)) void multiply_last(const Problem& p, const Shape& s, const void* shared, int64_t row,
+                                                      int64_t count, float* own, float* tail, const float* x,
+                                                      int64_t x_row, F* sums) {
+    for (int i = 0; i < kM * kRows; ++i) sums[i] = V::zero();
+    for (int64_t r = 0; r < count; ++r) {
+      D::template decode_last<kBits, kValues, kZero>(p, s, shared, row + r, own, tail);
+      for (int m = 0; m < kM; ++m) {
+        F sum = V::zero();
+        for (int64_t i = 0; i < s.tail; i += L) sum = V::fma(V::load(tail + i), V::load(x + m * x_row + i), sum);
+        sums[m * kRows + r] = sum;
+      }
+    }
+  }
+
   // Multiplies rows `row` to `row + count` of the weight, at most `kDotRows`, by `kM` rows of x. Rows of all batches
   // are counted together.
   template <int kBits, int kValues, bool kZero, int kM>
@@ -214,7 +230,7 @@ struct Dot {
     const float* values = D::table256(shared);
     F sums[kM * kRows];
     for (int r = 0; r < kM * kRows; ++r) sums[r] = V::zero();
-    float factor[kRows] = {0};
+    float factor[kRows] = {0};  // with one scale
     RowScales scales[kRows];
     const float* floats = g.direct ? static_cast<const float*>(p.scale) + row * p.blocks : own;
     if (g.together && !g.direct) D::decode_scales(p, row, 0, count * p.blocks, own);
@@ -226,7 +242,7 @@ struct Dot {
         } else {
           scales[r] = D::row_scales(p, s, at, first, last, own + r * g.room);
         }
-        factor[r] = s.mode == kOneScale ? scales[r].scale[0] : 1.0f;
+        if (s.mode == kOneScale) factor[r] = scales[r].scale[0];
       }
     };
     for (int64_t first = 0; first < s.whole; first += g.chunk) {
@@ -244,27 +260,22 @@ struct Dot {
         dot_of_mode<kBits, kValues, kZero, kRows>(s, bytes, g.ahead, scales, g.step, last - first, values, xs, sums);
       }
     }
-    if (s.segments > s.whole && s.mode == kOneScale) {
-      if (s.whole == 0) set_scales(0, 1);
+    if (s.segments > s.whole) {
+      const float* xs = x + s.whole * s.codes;
       F rest[kM * kRows];  // apart from `sums`: passing their address would keep them in memory
-      dots_of_tail<kBits, kValues, kZero, kM>(p, s, shared, row, count, scales, x + s.whole * s.codes, x_row, rest);
+      if (s.mode == kOneScale) {
+        if (s.whole == 0) set_scales(0, 1);
+        dots_of_tail<kBits, kValues, kZero, kM>(p, s, shared, row, count, scales, xs, x_row, rest);
+      } else {
+        multiply_last<kBits, kValues, kZero, kM>(p, s, shared, row, count, own, own + kRows * g.room, xs, x_row, rest);
+      }
       for (int r = 0; r < kM * kRows; ++r) sums[r] = V::add(sums[r], rest[r]);
     }
     for (int m = 0; m < kM; ++m) {
       float totals[kRows];
       sum_group(sums + m * kRows, totals);
-      for (int64_t r = 0; r < count; ++r) results[m * kMostDots + r] = D::scaled(totals[r], factor[r]);
-    }
-    if (s.segments == s.whole || s.mode == kOneScale) return;
-    float* tail = own + kRows * g.room;
-    for (int64_t r = 0; r < count; ++r) {
-      D::template decode_tail<kBits, kValues, kZero>(p, s, shared, row + r, own, tail);
-      for (int m = 0; m < kM; ++m) {
-        const float* xs = x + m * x_row + s.whole * s.codes;
-        F sum = V::zero();
-        for (int64_t i = 0; i < s.codes; i += L) sum = V::fma(V::load(tail + i), V::load(xs + i), sum);
-        results[m * kMostDots + r] += V::sum(sum);
-      }
+      for (int64_t r = 0; r < count; ++r)
+        results[m * kMostDots + r] = s.mode == kOneScale ? D::scaled(totals[r], factor[r]) : totals[r];
     }
   }
 

@@ -3,8 +3,8 @@
 // A row of the weight is decoded a segment (64 bytes) at a time, in the order in which shifts yield the codes, not in
 // logical order: with fewer than 8 bits, lane `j` of vector `(h, plane, c)` holds the code of byte `4 L h + 4 j + c` in
 // that plane. `x` is permuted to this order instead, once per call. A last, shorter segment is padded with zero bytes,
-// which decode to zero and are multiplied by zeros of `x`. With several rows of `x` its codes are decoded to logical
-// order, without padding.
+// which decode to zero and are multiplied by zeros of `x`. With blocks or several rows of `x` its codes are decoded to
+// logical order, without padding.
 #pragma once
 
 #include <stdint.h>
@@ -78,8 +78,10 @@ EQQ_INLINE Shape shape_of(const Problem& p, int64_t direct) {
   } else {
     s.mode = kAnyBlock;
   }
-  // With more rows, multiplying padding would cost more than decoding the tail to logical order.
-  const bool in_order = !p.transpose && p.m > (s.mode == kAnyBlock ? 1 : direct);
+  // With more rows, multiplying padding would cost more than decoding the tail to logical order; and blocks of the tail
+  // are vectors only in that order.
+  const int64_t most = s.mode == kAnyBlock ? 1 : s.mode == kOneScale ? direct : 0;
+  const bool in_order = !p.transpose && p.m > most;
   s.tail = in_order ? min64(div_up(p.k - s.whole * s.codes, 16) * 16, s.codes) : s.codes;
   s.padded = s.whole * s.codes + (s.segments - s.whole) * s.tail;
   return s;

@@ -25,8 +25,7 @@ struct Prepare {
         memcpy(bytes, table + i, 4);
         for (int j = 0; j < 4; ++j) reinterpret_cast<uint8_t*>(table + 256)[256 * j + i] = bytes[j];
       }
-    const bool indexed = s.mode == kAnyBlock || s.segments > s.whole;
-    int64_t segment = !indexed ? s.segments : s.mode == kAnyBlock ? 0 : s.whole;
+    int64_t segment = s.mode == kAnyBlock ? 0 : s.tail == s.codes ? s.whole : s.segments;
     for (int64_t at = 0; segment < s.segments; ++segment)
       for (int64_t i = 0; i < s.codes; ++i, ++at) {
         const int64_t k = D::logical(p, s, segment, i);
@@ -140,14 +139,15 @@ struct Prepare {
         continue;
       }
       // A panel is two vectors of rows; the last may be one.
-      const bool whole = segment < s.whole && (p.x_row == 1 || p.x_column == 1);
+      const bool full = segment < s.whole || (codes < s.codes && codes == p.k - segment * s.codes);
+      const bool whole = full && (p.x_row == 1 || p.x_column == 1);
       for (int64_t m = 0; m < d.m_padded; m += 2 * L) {
         const int64_t width = min64(2 * L, d.m_padded - m);
         float* panel = out + m * s.padded + segment * s.codes * width;
         for (int64_t v = 0; v < width; v += L) {
           const int64_t from = start + (m + v) * p.x_row, rows = min64(L, p.m - m - v);
           if (whole && rows == L) {
-            pack_rows<kType>(p, from, s.codes, inverse, panel + v, width);
+            pack_rows<kType>(p, from, codes, inverse, panel + v, width);
             continue;
           }
           for (int64_t i = 0; i < codes; ++i) {

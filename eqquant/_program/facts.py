@@ -75,7 +75,7 @@ class AbstractRun(abc.ABC):
 
 
 def find_views(fact: Fact) -> list[View]:
-    """Returns the views of weights that a fact holds; several if it is a sum or a concatenation."""
+    """Returns the views of weights in a fact; a sum or a concatenation has several."""
     if isinstance(fact, View):
         return fact.terms
     if isinstance(fact, Concatenated):

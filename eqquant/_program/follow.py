@@ -116,8 +116,8 @@ def _elementwise(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: 
     if others_are_data or not kept:
         return _default(run, equation, values, facts)
     if equation.primitive.name in _SUMS and _arranged_alike(facts):
-        numbers = dict.fromkeys(view.weight for fact in facts for view in fact.terms)
-        return bind(equation, values), [facts[0]._replace(weight=next(iter(numbers)), added=tuple(numbers)[1:])]
+        weights = dict.fromkeys(view.weight for fact in facts for view in fact.terms)
+        return bind(equation, values), [facts[0]._replace(weight=next(iter(weights)), added=tuple(weights)[1:])]
     if len(facts) > 1:
         run.use(equation, facts, excluding=kept[0] if isinstance(kept[0], View) else None)
     return bind(equation, values), [kept[0]]

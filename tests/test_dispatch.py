@@ -264,7 +264,7 @@ PROBLEM = MatmulProblem(16, 4096, 4096, jnp.dtype(jnp.bfloat16), eqq.NF4(), Fals
         ("tpu", {"format": eqq.Int8()}, "xla", "fuses the one conversion"),
         ("cpu", {}, "cpu", "decoded in registers") if NATIVE else ("cpu", {}, "xla", "cpu would be better"),
         ("cpu", {"dtype": jnp.dtype(jnp.float64)}, "xla", "cpu would be better, but: it multiplies float32"),
-        ("rocm", {}, "xla", "fuses what it can"),
+        ("rocm", {}, "xla", "fuses the decode"),
     ],
 )
 def test_preferences(platform, changes, expected, reason):

@@ -110,6 +110,21 @@ void add_last_panels() {
          });
 }
 
+// A weight may multiply only numbers that keep few bits beside the others: 32 of 1,024 in a row, and no more.
+void add_small_numbers() {
+  test("matmul/slices/a few small numbers beside large ones", [](const Isa& isa) {
+    Form form = integers(4, 64);
+    form.k = 1024;
+    Product product(Weight(form), {"", 49, false});
+    for (int64_t row = 0; row < product.m; ++row)
+      for (int64_t i = 0; i < 32; ++i) product.x_at(row, i) /= 512;
+    for (size_t i = 0; i < product.w.codes.size(); ++i)
+      if (static_cast<int64_t>(i) % form.k >= 32) product.w.codes[i] = 8;  // means zero
+    product.w.pack_codes();
+    product.check(isa);
+  });
+}
+
 // Consecutive integers so large that sums of their products with slices are beyond 32 bits.
 void add_large_integers() {
   for (const float shift : {-1e6f, 1e6f})
@@ -128,5 +143,6 @@ void add_slice_tests() {
   add_slices();
   add_many_rows();
   add_last_panels();
+  add_small_numbers();
   add_large_integers();
 }

@@ -281,10 +281,12 @@ void add_special_x() {
     Form form;
     form.table = kIntegers;
     form.offsets = true;  // a part of the sum, so that infinities of both are numbers of one sign
-    by_methods(std::string("special/x has ") + name + "/offsets", form, [special = special](Product& p) {
-      p.x_at(0, 3) = special;
-      p.exact_infinities = true;
-    });
+    for (const int at : {0, 3})
+      by_methods(std::string("special/x has ") + name + " at " + to_string(at) + "/offsets", form,
+                 [special = special, at](Product& p) {
+                   p.x_at(0, at) = special;
+                   p.exact_infinities = true;
+                 });
   }
 }
 

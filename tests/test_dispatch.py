@@ -251,6 +251,7 @@ PROBLEM = MatmulProblem(16, 4096, 4096, jnp.dtype(jnp.bfloat16), eqq.NF4(), Fals
         ("cuda", {"format": eqq.MXFP4()}, "pallas_gpu", "few rows"),
         ("cuda", {"transpose": True}, "pallas_gpu", "few rows"),
         ("cuda", {"format": eqq.Int8()}, "xla", "fuses the one conversion"),
+        ("cuda", {"format": eqq.Int8(), "transpose": True}, "xla", "fuses the one conversion"),
         ("cuda", {"format": eqq.FP8()}, "xla", "fuses the one conversion"),
         ("cuda", {"format": eqq.Int8(block_size=128)}, "pallas_gpu", "few rows"),
         ("cuda", {"format": eqq.Int8(symmetric=False)}, "pallas_gpu", "few rows"),

@@ -207,7 +207,7 @@ def quantize_by_rules(rules: Mapping[str, Any]) -> Callable[["EvaluationData"], 
 class EvaluationData:
     """The float model, and sentences to calibrate, to train and to compare on."""
 
-    def __init__(self, seed: int, smoke: bool) -> None:
+    def __init__(self, seed: int, smoke: bool, num_sentences: int | None = None) -> None:
         spaced, sentences = sentences_and_scores.select_evenly, sentences_and_scores.english_sentences()
         if smoke:
             sentences = sentences[::20]
@@ -215,12 +215,12 @@ class EvaluationData:
         random.shuffle(others)
         more = [] if smoke else docstrings(set(sentences))
         random.shuffle(more)
-        self.model = minilm.load_model()
-        self.calibrate_on = make_full_batches([*others[:-chosen_by], *more[:CALIBRATE_ON]])
+        self.model, self.smoke = minilm.load_model(), smoke
+        self.calibrate_on = make_full_batches([*others[:-chosen_by], *more[:CALIBRATE_ON]][:num_sentences])
         # Each sentence once, to avoid overfitting.
         self.chosen_by = make_batches(others[-chosen_by:])
-        self.train_on = make_batches([*others[:-chosen_by], *more[:TRAIN_ON]])
-        self.key = f"{len(sentences)} sentences, seed {seed}"
+        self.train_on = make_batches([*others[:-chosen_by], *more[:TRAIN_ON]][:num_sentences])
+        self.key = f"seed {seed}" + (f", {num_sentences} sentences" if num_sentences else "")
         self.ids, self.mask = minilm.tokenize(spaced(sentences[1::2], 8 if smoke else COMPARED_ON), TOKENS)
         self.reference = sentences_and_scores.embed_all(self.model, self.ids, self.mask)
 
@@ -230,7 +230,7 @@ class EvaluationData:
 
     @ft.cache
     def stats(self, rotated: bool = False) -> Any:
-        path = MODELS / f"statistics of {self.key}{', rotated' if rotated else ''}.pickle"
+        path = MODELS / f"statistics, {self.key}{', smoke' * self.smoke}{', rotated' * rotated}.pickle"
         if path.exists():
             return pickle.loads(path.read_bytes())
         model = self.rotate_model() if rotated else self.model
@@ -349,9 +349,9 @@ def distill_round(
     )
 
 
-def run(name: str, recipe: ModelRecipe, last: int, seed: int, data: EvaluationData, results: Path, passes: int) -> None:
+def run(name: str, recipe: ModelRecipe, last: int, data: EvaluationData, results: Path, passes: int) -> None:
     """Runs the remaining rounds of a recipe, up to a round."""
-    key = f"{name}, seed {seed}"
+    key = f"{name}, {data.key}"
     path_of = lambda n: MODELS / f"{key}, round {n}.safetensors"
     rounds: list[dict[str, Any]] = read(results)["recipes"].get(key, [])
     rounds = rounds if path_of(len(rounds) - 1).exists() else []
@@ -435,6 +435,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Accuracy of a sentence embedder under each method.")
     parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="recipes whose names begin so")
     parser.add_argument("--seed", type=int, default=0, help="which sentences to calibrate on")
+    parser.add_argument("--sentences", type=int, help="to calibrate on: 128 for other libraries; all by default")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--rounds", type=int, default=9, help="of training, at most")
     parser.add_argument("--passes", type=int, default=1, help="over the data, in each round of training")
@@ -449,7 +450,7 @@ if __name__ == "__main__":
         console.print("\n".join(chosen))
     elif not arguments.table:
         console.print(machine())
-        data = EvaluationData(arguments.seed, arguments.smoke)
+        data = EvaluationData(arguments.seed, arguments.smoke, arguments.sentences)
         if arguments.smoke:
             print(data.scores(recipes()["int4 rounded"].start(data)))
         elif arguments.layers:
@@ -458,6 +459,6 @@ if __name__ == "__main__":
             for n in range(1 + arguments.rounds):
                 for name, recipe in chosen.items():
                     if n <= recipe.rounds:
-                        run(name, recipe, n, arguments.seed, data, arguments.results, arguments.passes)
+                        run(name, recipe, n, data, arguments.results, arguments.passes)
     if arguments.table:
         console.print(table(arguments.results))

@@ -84,12 +84,14 @@ def accuracy(theme: Theme) -> Any:
     ax.plot(*zip(*planned, strict=True), "v:", color=theme.purple, markersize=5, label="a mix by plan_bits")
     # Counted as here: codes, scales of 16 bits and zero points of all arrays of two and more dimensions.
     peers = sorted((float(key.split(",")[0]), 1 - y) for key, y in ACCURACY["peers"].items() if key[0].isdigit())
-    ax.plot(*zip(*peers, strict=True), "D", color=theme.orange, markersize=5, label="the best of other libraries")
-    mixes = {name: r for name, r in ACCURACY["recipes"].items() if name[0].isdigit() and name.endswith("seed 0")}
+    ax.plot(*zip(*peers, strict=True), "D", color=theme.orange, markersize=5, label="the best of others, 128 sentences")
+    recipes = {name: r for name, r in ACCURACY["recipes"].items() if name[0].isdigit()}
+    mixes = {name: r for name, r in recipes.items() if name.endswith("seed 0")}
     informed = [rounds for name, rounds in mixes.items() if "no data" not in name]
     for label, style, color, rounds in (
         ("a mix, no data", "^", theme.green, [r[0] for name, r in mixes.items() if "no data" in name]),
-        ("a mix, statistics of inputs", "o:", theme.blue, [r[0] for r in informed]),
+        ("a mix, 128 sentences", "s-", theme.red, [r[0] for name, r in recipes.items() if "128 sentences" in name]),
+        ("a mix, 511 sentences", "o:", theme.blue, [r[0] for r in informed]),
         ("the same, then distill", "o-", theme.blue, [r[1] for r in informed if len(r) > 1]),
     ):
         points = sorted((row["bits"], 1 - row["cosine"]) for row in rounds)

@@ -205,14 +205,14 @@ def test_wrong_operands_do_not_crash(getkey):
     x, ones, one = unpack_codes(getkey(), (2, 256)), jnp.ones((2, 1)), jnp.ones((2, 1), jnp.uint8)
     for args, options, why in (
         ((x[:, :255], packed, layout), {"x_scale": ones}, "x and the weight do not fit"),
-        ((x, packed, layout), {}, "number of arguments"),
+        ((x, packed, layout), {}, "differ in number"),
         ((x, packed, layout), {"x_scale": ones[:1]}, "scales of x"),
         ((x, packed, layout._replace(table=tuple(np.arange(256.0) / 2))), {"x_scale": ones}, "not integers"),
         ((x, packed._replace(codes=packed.codes[:, :100]), layout), {"x_scale": ones}, "bytes"),
         ((x.astype(jnp.float16), packed, layout), {"x_scale": ones}, "int8, uint8 or of the type of the result"),
         ((x, packed, layout), {"x_scale": ones, "x_zero": one}, "must be uint8"),
         ((x.astype(jnp.float32), packed, layout), {"x_scale": ones[:1]}, "scales of x"),
-        ((x.astype(jnp.float32), packed, layout), {"x_scale": ones, "affine": True}, "number of arguments"),
+        ((x.astype(jnp.float32), packed, layout), {"x_scale": ones, "affine": True}, "differ in number"),
     ):
         with pytest.raises(Exception, match=why):
             jax.block_until_ready(cpu_int8.matmul(*args, dtype=jnp.float32, **options))

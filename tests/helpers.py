@@ -1,10 +1,12 @@
 """The table of formats that the contract is tested over, and what the tests share."""
 
+import functools as ft
 import importlib
 import itertools as it
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -172,6 +174,11 @@ def report(table: Any, failures: list[str]) -> int:
     for failure in failures:
         console.print(f"[red]{failure}")
     return 1 if failures else 0
+
+
+def interpreted(load: Callable[[], Any]) -> Callable[[], Any]:
+    """A module of kernels, as `dispatch` imports it, whose kernels Pallas interprets."""
+    return lambda: SimpleNamespace(refusal=load().refusal, matmul=ft.partial(load().matmul, interpret=True))
 
 
 def equations(f: Callable[..., Any], *args: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from eqquant._matmul import dispatch
 from eqquant._matmul.problem import MatmulProblem, TargetDevice
 from eqquant._native import library as native
 
-from .helpers import assert_close, FORMATS, KINDS, NEWEST, weights
+from .helpers import assert_close, FORMATS, interpreted, KINDS, NEWEST, weights
 
 
 N, K = 40, 1030  # two segments of four bits or more for every kernel, and a rest
@@ -27,8 +27,8 @@ def kernel(request, monkeypatch):
     """A kernel that runs on the CPU, interpreted unless it is made for it."""
     if request.param == "cpu":
         return "cpu"
-    interpreted = dispatch._wrap_kernel("cpu", KERNELS[request.param], interpret=True)
-    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, request.param, interpreted)
+    implementation = dispatch._wrap_kernel("cpu", interpreted(KERNELS[request.param]))
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, request.param, implementation)
     return request.param
 
 

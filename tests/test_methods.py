@@ -342,7 +342,7 @@ def test_collected_statistics_are_inputs():
         plain = eqq.quantize(layer.weight, "int4").scale
         np.testing.assert_allclose(quantized.layers[n].weight.scale * factor, plain, rtol=1e-5)
         assert_same(eqq.quantize(layer.weight, "int4", method=ByInputs(leaf)), quantized.layers[n].weight)
-    with pytest.raises(ValueError, match="those of many leaves"):
+    with pytest.raises(ValueError, match="statistics of many leaves"):
         eqq.quantize(model.layers[0].weight, "int4", method=ByInputs(stats))
 
 

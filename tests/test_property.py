@@ -67,7 +67,7 @@ KNOWN = {
     (
         "nf4_tensor",
         "float32",
-    ): "XLA multiplies by the reciprocal of a single scale, which is flushed to zero",
+    ): "XLA multiplies by the reciprocal of a single scale, which some processors flush to zero",
 }
 
 
@@ -132,7 +132,7 @@ def test_jit_equals_eager(name, values):
 @pytest.mark.parametrize("name", SCALARS)
 def test_the_largest_floats_stay_finite(request, name, dtype):
     if (name, dtype) in KNOWN:
-        request.applymarker(pytest.mark.xfail(reason=KNOWN[name, dtype], strict=True, raises=AssertionError))
+        request.applymarker(pytest.mark.xfail(reason=KNOWN[name, dtype], strict=False, raises=AssertionError))
     for seed in range(4):
         check(name, (3, 70), -1, dtype, "huge", seed)
 

@@ -77,8 +77,8 @@ def _store_with_offset(
 
     A block becomes zeros where the stored levels might be further from it than zeros are.
     """
-    # No level overflows float32, and no scale vanishes beside an offset.
-    largest = float(jnp.finfo(jnp.float32).max) / (float(np.abs(find_levels(format)[0]).max()) + 1)
+    # No level overflows float32, though scales are rounded up, and no scale vanishes beside an offset.
+    largest = float(jnp.finfo(jnp.float32).max) / (float(np.abs(find_levels(format)[0]).max()) * (1 + 2**-7))
     scale = jnp.where(jnp.isnan(scale), scale, jnp.clip(scale, -largest, largest))
     if format.scale_format is None:
         scale = round_up_from_zero(scale, format.scale_dtype)

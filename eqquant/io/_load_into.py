@@ -55,8 +55,7 @@ def load_into(
             "model.layers.{n}.self_attn.{x:q|k|v}_proj.{p}": "layers.{n}.attention.{x}.{p}",
             "model.layers.{n}.self_attn.o_proj.{p}": "layers.{n}.attention.output.{p}",
             "model.layers.{n}.mlp.{x}_proj.{p}": "layers.{n}.mlp.{x}.{p}",
-            "model.layers.{n}.input_layernorm.weight": "layers.{n}.attention_norm.weight",
-            "model.layers.{n}.post_attention_layernorm.weight": "layers.{n}.mlp_norm.weight",
+            "model.layers.{n}.{x:input|post_attention}_layernorm.weight": "layers.{n}.{x}_norm.weight",
             "model.norm.weight": "norm.weight",
             "lm_head.weight": "head.weight",
             "*.rotary_emb.inv_freq": None,                                  # leave it out
@@ -83,13 +82,9 @@ def load_into(
     - An [`eqquant.io.Target`][] also transposes, or applies a function.
     - `None`: the array is left out.
 
-    All this moves packed codes and scales, and computes nothing. An inexact step, such as joining parts in different
-    formats, is an error; `dequantize=True` is the remedy. Floats take the dtype of the leaf, and so do the values that
-    a quantized array dequantizes to. Axes of length one are added or removed where leaf and array differ in nothing
-    else.
-
-    Arrays are read one leaf at a time: at its peak this takes the result and one more leaf of the model, with its
-    source arrays.
+    This moves packed codes and scales, and computes nothing. An inexact step, such as joining parts in different
+    formats, is an error, unless `dequantize=True`. Floats and dequantized values take the dtype of the leaf. Axes of
+    length one are added or removed where leaf and array differ in nothing else.
 
     **Arguments:**
 
@@ -105,7 +100,8 @@ def load_into(
 
     **Returns:**
 
-    The model with these arrays.
+    The model with these arrays. They are read one leaf at a time: at its peak this takes the result and one more leaf
+    of the model, with its source arrays.
 
     **Raises:**
 

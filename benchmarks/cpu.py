@@ -5,9 +5,6 @@ ratios. Figures below 1 are faster than float32.
 """
 
 import argparse
-import datetime
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -22,21 +19,12 @@ import jax.tree_util as jtu
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from timing import time_in_turns
+from timing import machine, time_in_turns
 
 import eqquant as eqq
 
 
 console = Console(width=120)
-
-
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as f:
-            model = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), model)
-    python = platform.python_version()
-    return f"{model}, {os.cpu_count()} cores; JAX {jax.__version__}, Python {python}; {datetime.date.today()}"
 
 
 def matmul(size: int, rounds: int) -> None:

@@ -13,13 +13,11 @@ does not change.
 """
 
 import argparse
-import datetime
 import functools as ft
 import itertools as it
 import json
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import time
@@ -32,6 +30,7 @@ import jax.random as jr
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from timing import machine
 
 import eqquant as eqq
 from eqquant._formats.layout import make_layout
@@ -63,15 +62,6 @@ FORMATS = {
     "int8 x ternary": eqq.Ternary(),
 }
 COLD_BYTES = 2**29
-
-
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as f:
-            model = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), model)
-    versions = f"JAX {jax.__version__}, Python {platform.python_version()}"
-    return f"{model}, {os.cpu_count()} cores; {versions}; {datetime.date.today()}"
 
 
 #

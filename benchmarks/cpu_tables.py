@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from cpu_matmul import FORMATS, machine, show_all
+from cpu_matmul import FORMATS, show_all
 from rich.console import Console
+from timing import machine
 
 from eqquant._native import library as native
 

@@ -9,9 +9,6 @@ ratios to float32: above 1 a model is slower.
 """
 
 import argparse
-import datetime
-import os
-import platform
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +21,7 @@ import numpy as np
 from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
-from timing import time_in_turns
+from timing import machine, time_in_turns
 
 import eqquant as eqq
 from eqquant._native import library as native
@@ -37,15 +34,6 @@ SETTINGS: dict[str, dict[str, str]] = {
     "int8": {"format": "int8"},
     "int8 x int8": {"format": "int8", "activations": "int8"},
 }
-
-
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as f:
-            model = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), model)
-    versions = f"JAX {jax.__version__}, Python {platform.python_version()}"
-    return f"{model}, {os.cpu_count()} cores; {versions}; {datetime.date.today()}; kernels {native.isa()}"
 
 
 def compiled(model: Any, x: Array) -> Callable[[], Array]:
@@ -83,7 +71,7 @@ def main() -> None:
     if native.refusal() is not None:
         console.print(f"[red]{native.refusal()}")
         sys.exit(1)
-    console.print(machine())
+    console.print(f"{machine()}; kernels {native.isa()}")
     table = Table("width", "batch", "float32, us", *SETTINGS, title=f"{LAYERS} layers: time relative to float32")
     for width in arguments.widths:
         for batch in arguments.batches:

@@ -1,11 +1,24 @@
-"""Timing variants against each other, in turns."""
+"""The machine of a benchmark, and timing variants against each other, in turns."""
 
+import datetime
+import os
+import platform
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+
+
+def machine() -> str:
+    """The processor, the versions and the date, as one line."""
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as f:
+            model = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), model)
+    versions = f"JAX {jax.__version__}, Python {platform.python_version()}"
+    return f"{model}, {os.cpu_count()} cores; {versions}; {datetime.date.today()}"
 
 
 def time_in_turns(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:

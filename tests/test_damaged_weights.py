@@ -13,29 +13,14 @@ from .test_checkpoints import FP4, small_bnb, write_torchao
 from .test_declared_layouts import write_typed
 
 
-def words(*shape):
-    return "I32", np.zeros(shape, np.int32)
+def make_typed(kind, value, dtype):
+    """A function of a shape that returns a tensor of one value, and the name of its type."""
+    return lambda *shape: (kind, np.full(shape, value, dtype))
 
 
-def halves(*shape):
-    return "F16", np.ones(shape, np.float16)
-
-
-def unsigned(*shape):
-    return "U8", np.ones(shape, np.uint8)
-
-
-def floats(*shape):
-    return "F32", np.ones(shape, np.float32)
-
-
-def e4m3(*shape):
-    return "F8_E4M3", np.ones(shape, jnp.float8_e4m3fn)
-
-
-def u32(*shape):
-    return "U32", np.ones(shape, np.uint32)
-
+words, u32 = make_typed("I32", 0, np.int32), make_typed("U32", 1, np.uint32)
+halves, floats = make_typed("F16", 1, np.float16), make_typed("F32", 1, np.float32)
+unsigned, e4m3 = make_typed("U8", 1, np.uint8), make_typed("F8_E4M3", 1, jnp.float8_e4m3fn)
 
 GPTQ = {"qweight": words(8, 32), "qzeros": words(2, 4), "scales": halves(2, 32)}
 NVFP4 = {"weight_packed": unsigned(4, 32), "weight_scale": e4m3(4, 4)}

@@ -52,7 +52,7 @@ class View(NamedTuple):
     - `axes`: the digits along each axis: `()` if the array repeats along it, `None` if they are unknown.
     - `fixed`: digits with a single value, which have no axis in the array.
     - `looked_up`: whether the data selects among its values.
-    - `added`: the numbers of other weights whose values, arranged in the same way, are added.
+    - `added`: the indices of other weights whose values, arranged in the same way, are added.
     """
 
     weight: int

@@ -49,6 +49,8 @@ FORMATS = {
     "mxfp4": eqq.MXFP4(),
     "nvfp4": eqq.NVFP4(),
     "int2": eqq.Int2(),
+    "iq3_s": eqq.formats.IQ3_S(),
+    "iq2_xxs": eqq.formats.IQ2_XXS(),
     "ternary": eqq.Ternary(),
     "binary": eqq.Binary(),
     "int8": eqq.Int8(),

@@ -7,6 +7,7 @@ beyond `SURE * sqrt(r) * UNIT` times the root of the sum of squares has a probab
 
 import numpy as np
 
+from eqquant._formats.base import find_levels
 from eqquant._formats.layout import make_layout
 from eqquant._native import library as native
 
@@ -43,8 +44,8 @@ def _integer_error(implementation, layout, inner, transpose):
     return 0.5 / 8355000 * (5 * inner / 3) ** 0.5 if has_slices and not transpose else 0.0
 
 
-def _largest_value(layout):
-    values = np.asarray(layout.table)
+def _largest_value(q, layout):
+    values = find_levels(q.format)[0]
     return np.abs(values[np.isfinite(values)]).max() + (2**layout.bits - 1) * layout.zero_points
 
 
@@ -57,7 +58,7 @@ def assert_within_bounds(product, y, x, q, implementation, *, transpose):
     layout = make_layout(q.format, q.shape[-1])
     turn = (lambda w: w) if transpose else (lambda w: w.mT)
     by_block = lambda a: np.repeat(np.asarray(a, np.float64), layout.block_size, -1)[..., : layout.length]
-    scale, largest, size = by_block(np.abs(q.scale)), _largest_value(layout), np.abs(dense)
+    scale, largest, size = by_block(np.abs(q.scale)), _largest_value(q, layout), np.abs(dense)
     if layout.offsets:  # a product of their own
         size = largest * scale + by_block(np.abs(q.offset))
     inner = dense.shape[-2] if transpose else layout.length

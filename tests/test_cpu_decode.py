@@ -12,15 +12,16 @@ from eqquant._array.dequantize import dequantize_rows
 from eqquant._formats.base import has_offsets
 from eqquant._native import library as native
 
-from .helpers import FORMATS, SCALARS, weights
+from .helpers import FORMATS, weights
 
 
 pytestmark = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
 
 CALL = "eqquant_cpu_decode"
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-NARROW = [n for n in SCALARS if FORMATS[n].format.bits < 8 and not has_offsets(FORMATS[n].format)]
-KINDS = ["nf4", "nf4_double", "int4_affine", "mxfp4", "nvfp4", "q4_0", "int2", "binary", "int5_affine", "q6_k"]
+NARROW = [n for n in FORMATS if FORMATS[n].format.bits < 8 and not has_offsets(FORMATS[n].format)]
+KINDS = ("nf4", "nf4_double", "int4_affine", "mxfp4", "nvfp4", "q4_0", "int2", "binary", "int5_affine", "q6_k")
+VECTORS = ("iq2_xs", "iq3_s", "iq1_m")
 
 
 def same_bits(a, b):
@@ -43,7 +44,7 @@ def hostile(key, shape_of):
     return (jax.random.normal(b, shape_of.shape) * spread).clip(-3e38, 3e38)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *VECTORS])
 def test_same_bits(getkey, name):
     check_bits(getkey, name, (6, 1030), DTYPES)
 

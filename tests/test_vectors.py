@@ -1,5 +1,6 @@
 """Formats whose codes stand for several values: the `IQ` types of GGUF."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -12,17 +13,23 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._formats.base import round_to_levels
+from eqquant._formats.iq import IQ2_XS
+from eqquant._matmul.kernels import cpu, cpu_int8
+from eqquant._native import calls, library as native
+from eqquant._native.weight import Codec, Layout, StoredWeight
 from eqquant._wrappers.concatenate import concatenate, split
 from eqquant.io import _gguf
 from eqquant.io._tensors import MappedFile
 from eqquant.io._vector_blocks import VECTOR_BLOCK_TYPES
 
+from .bounds import assert_within_bounds
 from .helpers import assert_close, assert_same, FORMATS, sqnr, temp_bytes, VECTORS, weights
 
 
 GOLDEN = Path(__file__).parent / "golden"
 every_vector = pytest.mark.parametrize("name", VECTORS)
 one = pytest.mark.parametrize("name", ["iq2_xs"])
+needs_native = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
 
 
 def random_array(name, shape, seed=0):
@@ -152,10 +159,96 @@ def test_products_stay_packed(name, getkey):
     assert_close(x @ q.T, x @ q.dequantize().T, 1e-4)
     assert_close(x @ q, x @ q.dequantize(), 1e-4)
     assert temp_bytes(lambda x, q: x @ q.T, x, q) < q.size
-    chosen = eqq.explain_matmul(x, q.T)
+
+
+class _Doubled(IQ2_XS):
+    """A format of a user, which kernels do not know."""
+
+    def decode_row(self, packed, length):
+        return 2 * super().decode_row(packed, length)
+
+
+@needs_native
+def test_formats_of_others_take_xla(getkey):
+    q = random_array("iq2_xs", (24, 512))
+    doubled = dataclasses.replace(q, format=_Doubled())
+    x = weights(getkey(), (4, 512))
+    chosen = eqq.explain_matmul(x, doubled.T)
     assert chosen.implementation == "xla" and "stands for several values" in chosen.verdicts["cpu"]
     with pytest.raises(ValueError, match="`implementation='cpu'` cannot take this product: it looks each code up"):
-        eqq.matmul(x, q.T, implementation="cpu")
+        eqq.matmul(x, doubled.T, implementation="cpu")
+    np.testing.assert_array_equal(doubled.dequantize(), 2 * q.dequantize())
+    assert_close(x @ doubled.T, 2 * x @ q.dequantize().T, 1e-4)
+
+
+# Native kernels
+
+
+@needs_native
+@every_vector
+@pytest.mark.parametrize("m", [1, 5, 16, 64])
+def test_native_products(name, m, getkey):
+    """Products with any bytes, of a stack too."""
+    for shape in ((72, 1030), (2, 40, 300), (3, 7)):
+        q = random_array(name, shape)
+        for transpose in (False, True):
+            x = weights(getkey(), (*shape[:-2], m, shape[-2 if transpose else -1]))
+            y = eqq.matmul(x, q if transpose else q.mT, implementation="cpu")
+            assert_within_bounds(np.matmul, y, x, q, "cpu", transpose=transpose)
+    q, x = random_array(name, (3, 24, 520)), weights(getkey(), (m, 520))
+    y = jax.jit(lambda x, q, n: eqq.matmul(x, eqq.take_layer(q, n).T, implementation="cpu"))(x, q, 2)
+    layer = jtu.tree_map(lambda a: a[2], q)
+    assert_within_bounds(np.matmul, y, x, layer, "cpu", transpose=False)
+    best = "cpu" if native.isa() != "generic" else "xla"
+    assert eqq.explain_matmul(x, layer.T).implementation == best
+
+
+@needs_native
+@pytest.mark.skipif(native.isa() == "generic", reason="these products take xla")
+@every_vector
+def test_native_products_of_integers(name, getkey):
+    q = random_array(name, (40, 600))
+    for m in (1, 5, 40):
+        rows = eqq.quantize(weights(getkey(), (m, 600)), "int8")
+        assert eqq.explain_matmul(rows, q.T).implementation == "cpu_int8"
+        w, x = np.asarray(q.dequantize(), np.float64), np.asarray(rows.dequantize(), np.float64)
+        assert (np.abs(np.asarray(rows @ q.T) - x @ w.T) <= 2e-6 * (np.abs(x) @ np.abs(w).T)).all()
+
+
+def values_of_trellis(codes, bits, multiplier, length):
+    """The values of rows, window by window."""
+    values = np.empty((len(codes), length))
+    for row, at in np.ndindex(values.shape):
+        first = at // 128 * 128
+        segment = codes[row, first // 8 * bits :][: min(128, -(-(length - first) // 16) * 16) * bits // 8]
+        circle = np.unpackbits(segment, bitorder="little")
+        window = int((np.take(circle, (at - first) * bits + np.arange(12), mode="wrap") << np.arange(12)).sum())
+        values[row, at] = sum((window * multiplier % 2**32 & 0x3F3F3F3F).to_bytes(4, "little")) - 126
+    return values
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [1, 300, 1152])
+def test_native_trellis(bits, length):
+    rng, multiplier = np.random.default_rng(0), 0x0B9BC707
+    codes = rng.integers(0, 256, (24, (length // 128 * 128 + -(-(length % 128) // 16) * 16) * bits // 8), np.uint8)
+    weight = StoredWeight(jnp.asarray(codes), jnp.full((24, 1), np.float32(0.5).view(np.uint32)))
+    codec = Codec("trellis", (bits, multiplier), lowest=-126)
+    layout = Layout(length, 8, length, tuple(map(float, range(-126, 130))), codec=codec)
+    w = values_of_trellis(codes, bits, multiplier, length) / 2
+    np.testing.assert_array_equal(calls.decode(weight, layout, jnp.float32, clip=False), w)
+    for m in (1, 20):
+        for transpose in (False, True):
+            x = rng.integers(-99, 99, (m, w.shape[0 if transpose else 1])).astype(np.float32)
+            y = cpu.matmul(jnp.asarray(x), weight, layout, transpose=transpose, precision="default")
+            np.testing.assert_allclose(y, x @ (w if transpose else w.T), rtol=1e-6, atol=0.25)
+        whole = rng.integers(-127, 128, (m, length)).astype(np.int8)
+        y = cpu_int8.matmul(jnp.asarray(whole), weight, layout, x_scale=jnp.ones((m, 1)), dtype=jnp.float32)
+        np.testing.assert_array_equal(y, whole.astype(float) @ w.T)
+
+
+# Arrays and programs
 
 
 @one

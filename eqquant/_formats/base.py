@@ -195,7 +195,7 @@ class AbstractVectorFormat(AbstractFormat):
     segments of `segment` values, and scales are as in any other format. `bits` is how many bits a value takes, roughly.
 
     A subclass defines `block_size`, `bits`, `segment`, `levels`, `choose_scale`, `packed_length`, `decode_row` and
-    `encode_row`. Kernels look each code up in a table of single values, so products take `xla`.
+    `encode_row`. Native kernels decode the library's own; products with others take `xla`.
     """
 
     segment: AbstractClassVar[int]

@@ -7,6 +7,7 @@ small integers; scales are odd multiples of a float16 for 256 weights. All dequa
 """
 
 import abc
+import itertools as it
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt8
 
+from .._native.weight import Codec
 from .._numerics import packing
 from .._numerics.blocks import absmax, absmean, BlockSize
 from .._numerics.scale_bits import round_up_from_zero, ScaleDtype
@@ -24,8 +26,7 @@ from .base import AbstractFormat, AbstractVectorFormat, Blocks, Scales
 from .grids import VectorGrid
 
 
-# Codes of each kind: one for some values each.
-_Codes = Mapping[str, Array]
+_Codes = Mapping[str, Array]  # of each kind: one for some values each
 
 
 class _Odd(AbstractFormat):
@@ -65,6 +66,8 @@ class AbstractGrid(AbstractVectorFormat):
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     segment = 256
     grid: ClassVar[VectorGrid]
+    step: ClassVar[int] = 1  # values are so many times what the grid says
+    even: ClassVar[bool] = False  # whether an even number of eight signs is negative, so that seven are stored
     # The codes of a segment, in the order of its bytes.
     parts: ClassVar[tuple[Bits, ...]]
     # How many values are encoded together.
@@ -83,6 +86,14 @@ class AbstractGrid(AbstractVectorFormat):
         self, values: Float32[Array, "*batch groups together"], weights: Float32[Array, "*batch groups together"] | None
     ) -> _Codes:
         """Returns the codes of the nearest vectors."""
+
+    @property
+    def codec(self) -> Codec:
+        kinds = {"index": 0, "signs": 1 + self.even, "down": 3}
+        parts = ((kinds[name], bits, low, values) for name, bits, values, low in self.parts)
+        vectors = (self.step * self.grid.vectors).tobytes()
+        size = int(self.levels[-1]).bit_length()  # few bits: kernels scale by the largest value that there may be
+        return Codec("grid", (self.grid.size, *it.chain(*parts)), vectors, size + 1, -(2**size))
 
     def choose_scale(self, blocks: Blocks) -> Scales:
         # The mean alone would clip blocks with outliers too much.
@@ -206,12 +217,7 @@ def _places(ndim: int, size: int = 8) -> Int32[Array, "..."]:
 
 
 class AbstractSigned(AbstractGrid):
-    """Vectors of magnitudes, with eight signs for eight values.
-
-    If `even`, with seven: the number of negative ones is even.
-    """
-
-    even: ClassVar[bool] = False
+    """Vectors of magnitudes, with eight signs for eight values, or seven if `even`."""
 
     @property
     def levels(self) -> tuple[float, ...]:
@@ -247,19 +253,17 @@ class AbstractSigned(AbstractGrid):
 
 
 class AbstractShifted(AbstractGrid):
-    """Vectors of -1, 0 and 1, which are all moved by 1/8 up or down.
-
-    Values are eight times as large.
-    """
+    """Vectors of -1, 0 and 1, all moved by 1/8 up or down; values are `step` times as large."""
 
     grid: ClassVar[VectorGrid] = grids.IQ1_S
+    step: ClassVar[int] = 8
 
     @property
     def levels(self) -> tuple[float, ...]:
         return (-9.0, -7.0, -1.0, 1.0, 7.0, 9.0)
 
     def _join(self, codes: _Codes) -> Float32[Array, "*batch values"]:
-        values, down = 8 * _take(self.grid, codes["index"]), jnp.repeat(codes["down"], self.together, axis=-1)
+        values, down = self.step * _take(self.grid, codes["index"]), jnp.repeat(codes["down"], self.together, axis=-1)
         values, down = (x[..., : min(values.shape[-1], down.shape[-1])] for x in (values, down))
         return (values + jnp.where(down == 1, -1, 1)).astype(jnp.float32)
 
@@ -272,7 +276,7 @@ class AbstractShifted(AbstractGrid):
         each = None if weights is None else in_vectors(weights)
 
         def nearest(shift: int) -> tuple[Array, Array]:
-            index, errors = _nearest(in_vectors(values), each, 8 * self.grid.vectors + np.int8(shift))
+            index, errors = _nearest(in_vectors(values), each, self.step * self.grid.vectors + np.int8(shift))
             return index, jnp.sum(errors.reshape(*batch, groups, count), axis=-1)
 
         (up, error_up), (down, error_down) = nearest(1), nearest(-1)

@@ -5,10 +5,10 @@ import functools as ft
 import jax
 import numpy as np
 
-from .._native.weight import Layout, ScaleKind
+from .._native.weight import Codec, Layout, ScaleKind
 from .._numerics.blocks import num_blocks
 from .._numerics.constants import compute_now
-from .base import AbstractFormat, AbstractVectorFormat, has_offsets, has_zero_points
+from .base import AbstractFormat, AbstractVectorFormat, has_offsets, has_zero_points, is_ours
 from .floating import FP8
 
 
@@ -19,23 +19,31 @@ def make_layout(format: AbstractFormat, length: int, decoded_scales: bool = Fals
     kind, nested = None if decoded_scales else nested_scale_kind(format, length), None
     if kind is None and not decoded_scales and has_nested_scales(format):
         nested = make_layout(format.scale_format, num_blocks(length, format.block_size))  # pyright: ignore[reportArgumentType]
+    codec = _find_codec(format)
     return Layout(
         length,
-        format.bits,
+        format.bits if codec is None else codec.bits,
         max(min(size, length), 1),
         _decode_table(format),
         kind or ("float32" if format.scale_format is not None else format.scale_dtype),
         has_zero_points(format),
         has_offsets(format),
         nested,
+        codec,
     )
+
+
+def _find_codec(format: AbstractFormat) -> Codec | None:
+    """Returns how native kernels decode rows of one of our formats, its property `codec`."""
+    return getattr(format, "codec", None) if is_ours(format, "decode_row") else None
 
 
 @ft.lru_cache(256)
 def _decode_table(format: AbstractFormat) -> tuple[float, ...]:
-    """Returns the value of each code; nothing for codes that stand for several values."""
+    """Returns the value of each code; with a codec, of those that it decodes to."""
     if isinstance(format, AbstractVectorFormat):
-        return ()
+        codec = _find_codec(format)
+        return () if codec is None else tuple(map(float, range(codec.lowest, codec.lowest + 2**codec.bits)))
     decode = jax.jit(lambda codes: format.decode(codes))  # one program compiles sooner than several operations
     with compute_now():
         return tuple(np.asarray(decode(np.arange(2**format.bits, dtype=np.uint8)), np.float32).tolist())

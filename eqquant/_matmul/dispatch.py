@@ -177,7 +177,7 @@ def _is_eight_bit_per_channel(p: MatmulProblem) -> bool:
     layout = p.layout
     # The transposed product multiplies `x` by the scales first, which might underflow in float16.
     can_scale = not (p.transpose and p.dtype == jnp.float16)
-    plain = layout.kind != "table" and not layout.zero_points and not layout.offsets
+    plain = layout.kind != "table" and not (layout.zero_points or layout.offsets or layout.has_vectors)
     return can_scale and layout.per_channel and layout.bits == 8 and plain
 
 
@@ -347,7 +347,8 @@ def find_refusal(target: TargetDevice, problem: MatmulProblem, name: str) -> str
         return target.kernel_refusal
     if implementation.platforms and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
-    if implementation.platforms and problem.layout.has_vectors:
+    layout = problem.layout
+    if implementation.platforms and layout.has_vectors and (target.platform != "cpu" or not layout.table):
         return f"it looks each code up in a table, and a code of {problem.format!r} stands for several values"
     multiplies_codes = implementation.multiplies_codes(problem, target)
     return implementation.refusal(problem if multiplies_codes else decode_activations(problem, target), target)
@@ -375,7 +376,7 @@ def decode_reason(problem: MatmulProblem, target: TargetDevice, name: str) -> st
     if problem.transpose or problem.dtype.itemsize > 4:
         return "the sum runs across the blocks of the weight" if problem.transpose else "float64 holds more than codes"
     sides = ((problem.format, problem.layout), (problem.activations, problem.x_layout))
-    non_integer = [repr(format) for format, layout in sides if not xla_codes.is_integer(layout)]
+    non_integer = [repr(format) for format, layout in sides if layout.has_vectors or not xla_codes.is_integer(layout)]
     if non_integer:
         levels = f"the levels of {' and '.join(non_integer)} are not integers"
         return f"{target.platform} has no type that multiplies the codes of both: {levels}"

@@ -13,6 +13,7 @@ from .weight import Layout, StoredWeight
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4")
 _RULES = ("steps", "even", "up")
+_CODECS = ("trellis", "grid")
 _REDUCTIONS = ("amax", "signed_amax", "low", "high")
 
 
@@ -56,7 +57,7 @@ def why_not_decode(layout: Layout, dtype: DTypeLike) -> str | None:
         return f"it decodes to float32, bfloat16 and float16, not {jnp.dtype(dtype)}"
     if layout.offsets:
         return "it adds no offsets of blocks"
-    if layout.has_vectors:
+    if not layout.table:
         return "it looks each code up in a table, and these codes stand for several values"
     return "there is nothing to decode" if layout.length == 0 else library.refusal()
 
@@ -142,7 +143,7 @@ def _arrays(weight: StoredWeight) -> list[Array]:
 
 def _attributes(weight: StoredWeight, layout: Layout) -> dict[str, np.ndarray]:
     """Returns the attributes that describe a weight: `WeightAttr` in `native/src/ffi`."""
-    nested = layout.nested
+    nested, codec = layout.nested, layout.codec
     codes = (layout.bits, layout.length, layout.block_size)
     scales = (0, 0) if nested is None else (nested.bits, nested.block_size)
     present = [a is not None for a in weight[2:]]
@@ -151,6 +152,8 @@ def _attributes(weight: StoredWeight, layout: Layout) -> dict[str, np.ndarray]:
         "table": np.asarray(layout.table, np.float32),
         "scale_table": np.asarray(() if nested is None else nested.table, np.float32),
         "weight": np.asarray(fields, np.int64),
+        "codec": np.asarray(() if codec is None else (_CODECS.index(codec.kind), *codec.parameters), np.int64),
+        "vectors": np.frombuffer(b"" if codec is None else codec.vectors, np.int8),
     }
 
 

@@ -34,17 +34,32 @@ class StoredWeight(NamedTuple):
     selected: Int32[Array, "*selected"] | None = None  # indices into the first axis, a stack
 
 
+class Codec(NamedTuple):
+    """How rows are packed whose codes stand for several values, for native kernels.
+
+    They decode a row to a code of `bits` for each value. `Codec` in `native/src/core/problem.h` explains both kinds
+    and their `parameters`.
+    """
+
+    kind: Literal["trellis", "grid"]
+    parameters: tuple[int, ...]
+    vectors: bytes = b""  # int8
+    bits: int = 8
+    lowest: int = -128  # the value of code 0; the others follow, one more each
+
+
 class Layout(NamedTuple):
     """The static description of a weight: what its bits mean."""
 
     length: int  # codes in a row
     bits: int  # bits of a code, 1 to 8
     block_size: int  # codes that share a scale; `length` if a row has one scale
-    table: tuple[float, ...]  # the value of each of the `2**bits` codes; () if a code stands for several values
+    table: tuple[float, ...]  # the value of each of the `2**bits` codes; () if no kernel reads them
     scale: ScaleKind = "float32"
     zero_points: bool = False
     offsets: bool = False
     nested: "Layout | None" = None  # the layout of quantized scales, which only native kernels read
+    codec: Codec | None = None  # of codes that stand for several values; `bits` and `table` are of what it decodes to
 
     @property
     def planes(self) -> int:
@@ -56,8 +71,8 @@ class Layout(NamedTuple):
 
     @property
     def has_vectors(self) -> bool:
-        """Whether a code stands for several values, so that no kernel reads it."""
-        return not self.table
+        """Whether a code stands for several values, so that at most native kernels read it."""
+        return self.codec is not None or not self.table
 
     @property
     def per_channel(self) -> bool:

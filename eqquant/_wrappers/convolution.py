@@ -84,7 +84,8 @@ def _can_multiply_codes(q: QuantizedArray, w: Array | AbstractArrayValue, params
     inputs = {axis % w.ndim for axis in as_axes(w.axis)}
     whole_channels = inputs == set(range(w.ndim)) - {params["dimension_numbers"].rhs_spec[0]}
     return whole_channels and all(
-        layout.per_channel and not layout.offsets and xla_codes.is_integer(layout) for layout in _get_layouts(q, w)
+        layout.per_channel and not (layout.offsets or layout.has_vectors) and xla_codes.is_integer(layout)
+        for layout in _get_layouts(q, w)
     )
 
 

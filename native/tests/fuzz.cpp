@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "bounds.h"
+#include "codecs.h"
 #include "core/matmul.h"
 #include "encode/encode.h"
 
@@ -129,28 +130,6 @@ uint16_t to_half(float value) {  // of ordinary numbers
 
 uint16_t to_bfloat16(float value) { return static_cast<uint16_t>((float_to_bits(value) + 0x8000) >> 16); }
 
-// Code `k` of a row, by the definition of the packing.
-int code_at(const uint8_t* row, int64_t length, int bits, int64_t k) {
-  if (bits == 8) return row[k];
-  if (is_split(bits)) {  // each part is packed as if there were no other
-    const int64_t segment = 64 * (8 / (bits & -bits)), first = k / segment * segment,
-                  count = std::min(segment, length - first);
-    int code = 0, shift = 0;
-    row += first / segment * segment * bits / 8;
-    for (int width = 4; width > 0; width /= 2) {
-      if ((bits & width) == 0) continue;
-      code |= code_at(row, count, width, k - first) << shift;
-      shift += width;
-      row += (count * width + 7) / 8;
-    }
-    return code;
-  }
-  const int64_t planes = 8 / bits, segment = 64 * planes, whole = length / segment;
-  const int64_t index = k / segment, rest = k % segment;
-  const int64_t plane = index < whole ? 64 : ((length - whole * segment) * bits + 7) / 8;
-  return row[index * 64 + rest % plane] >> (rest / plane * bits) & ((1 << bits) - 1);
-}
-
 // The matrix of the weight that a batch has, by its definition.
 int64_t matrix_of(const Problem& p, int64_t batch) {
   return p.selected == nullptr ? batch : std::min<int64_t>(std::max<int64_t>(p.selected[batch], 0), p.stack - 1);
@@ -189,6 +168,21 @@ void set_cell(const Cell& cell, Problem* p) {
   if (cell.k * cell.n * cell.m > 10000000) p->batch = 1;
 }
 
+// At times, codes that stand for several values.
+void choose_codec(Random& random, Problem* p) {
+  if (!coin(random, 10)) return;
+  const NamedCodec& chosen = all_codecs()[below(random, static_cast<int64_t>(all_codecs().size()))];
+  p->codec = &chosen.codec;
+  p->bits = chosen.bits;
+  p->values = kValueInteger;
+}
+
+int codec_index(const Problem& p) {
+  for (size_t i = 0; i < all_codecs().size(); ++i)
+    if (p.codec == &all_codecs()[i].codec) return static_cast<int>(i);
+  return -1;
+}
+
 struct Made {
   Problem problem;
   std::shared_ptr<void> keep;
@@ -217,11 +211,12 @@ Made make(Random& random, const Cell* cell = nullptr) {
   p.n = coin(random, 90) ? below(random, 40) : below(random, 300);
   p.k = coin(random, 70) ? below(random, 700) : coin(random) ? 128 * below(random, 9) : below(random, 3000);
   if (cell != nullptr) set_cell(*cell, &p);
+  if (cell == nullptr) choose_codec(random, &p);
   const int64_t sizes[] = {16, 32, 64, 128, 256, 48, 1 + below(random, 100), p.k, p.k};
   p.block_size = sizes[below(random, 9)];
   if (p.block_size > p.k) p.block_size = p.k;
   if (p.block_size < 1) p.block_size = 1;
-  p.words = packed_bytes(p.k, p.bits);
+  p.words = row_bytes(&p);
   const bool selects = coin(random, 30);  // from a stack, also beyond its ends
   p.stack = selects ? 1 + below(random, 4) : p.batch;
   p.blocks = (p.k + p.block_size - 1) / p.block_size;
@@ -374,7 +369,7 @@ Made make(Random& random, const Cell* cell = nullptr) {
     for (int64_t n = 0; n < p.n; ++n)
       for (int64_t k = 0; k < p.k; ++k) {
         const int64_t row = matrix_of(p, b) * p.n + n, block = k / p.block_size;
-        const double value = a.table[code_at(&a.codes[row * p.words], p.k, p.bits, k)];
+        const double value = a.table[code_at(p.codec, &a.codes[row * p.words], p.k, p.bits, k)];
         double w = (value - (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, block) : 0)) *
                    scale_at(p, row, block);
         if (rows) w *= a.row_scale[row];
@@ -400,11 +395,11 @@ Made make(Random& random, const Cell* cell = nullptr) {
   char text[300];
   snprintf(text, sizeof text,
            "batch %ld of %ld m %ld n %ld k %ld bits %d values %d block %ld scale %d of %d bits, %ld x %d transpose %d "
-           "zeros %d rows %d offsets %d turned %d%d shared %d coarse %d",
+           "zeros %d rows %d offsets %d turned %d%d shared %d coarse %d codec %d",
            static_cast<long>(p.batch), selects ? static_cast<long>(p.stack) : 0L, static_cast<long>(p.m),
            static_cast<long>(p.n), static_cast<long>(p.k), p.bits, p.values, static_cast<long>(p.block_size),
            p.scale_kind, p.scale_bits, static_cast<long>(p.scale_block_size), p.x_type, p.transpose, zeros, rows,
-           offsets, x_turned, y_turned, x_shared, p.coarse);
+           offsets, x_turned, y_turned, x_shared, p.coarse, codec_index(p));
   made.text = text;
   return made;
 }
@@ -494,7 +489,7 @@ bool decodes(const Isa& isa, const Made& made, Pool& pool, int threads) {
       const int64_t row = matrix_of(p, to / p.n) * p.n + to % p.n;
       const int64_t at = to * p.k + k;
       const float value =
-          p.table[code_at(p.codes + row * p.words, p.k, p.bits, k)] -
+          p.table[code_at(p.codec, p.codes + row * p.words, p.k, p.bits, k)] -
           static_cast<float>(
               p.zero_point ? code_at(p.zero_point + row * p.zero_words, p.blocks, p.bits, k / p.block_size) : 0);
       const float scale =

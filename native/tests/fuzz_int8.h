@@ -28,12 +28,13 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
     p.m = below(random, 7);
   }
   if (cell != nullptr) set_cell(*cell, &p);
+  if (cell == nullptr) choose_codec(random, &p);
   p.values = p.bits == 8 || is_split(p.bits) ? kValueInteger : kValueTable;
   const int64_t sizes[] = {16, 32, 64, 128, 256, 48, 1 + below(random, 100), 1 + below(random, 3000), p.k, p.k};
   p.block_size = sizes[below(random, 10)];
   if (p.block_size > p.k) p.block_size = p.k;
   if (p.block_size < 1) p.block_size = 1;
-  p.words = packed_bytes(p.k, p.bits);
+  p.words = row_bytes(&p);
   const bool selects = coin(random, 30);
   p.stack = selects ? 1 + below(random, 4) : p.batch;
   p.blocks = (p.k + p.block_size - 1) / p.block_size;
@@ -74,7 +75,9 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
 
   // Consecutive integers, a multiple of them, or any.
   const int codes = 1 << p.bits, kind = p.values == kValueInteger ? 0 : static_cast<int>(below(random, 3));
-  const int lowest = p.bits == 8 ? (coin(random) ? -128 : 0) : static_cast<int>(below(random, 20)) - 15;
+  const int lowest = p.codec != nullptr ? -codes / 2
+                   : p.bits == 8        ? (coin(random) ? -128 : 0)
+                                        : static_cast<int>(below(random, 20)) - 15;
   for (int i = 0; i < codes; ++i)
     a.table[i] = static_cast<float>(kind == 0   ? lowest + i
                                     : kind == 1 ? lowest + (i << (p.bits == 1 ? 1 : 2))
@@ -136,7 +139,7 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   std::vector<int32_t> x(p.k), w(p.stack * p.n * p.k);
   for (int64_t row = 0; row < p.stack * p.n; ++row)
     for (int64_t k = 0; k < p.k; ++k)
-      w[row * p.k + k] = static_cast<int32_t>(a.table[code_at(&a.codes[row * p.words], p.k, p.bits, k)]) -
+      w[row * p.k + k] = static_cast<int32_t>(a.table[code_at(p.codec, &a.codes[row * p.words], p.k, p.bits, k)]) -
                          (zeros ? code_at(&a.zero[row * p.zero_words], p.blocks, p.bits, k / p.block_size) : 0);
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t m = 0; m < p.m; ++m) {
@@ -192,10 +195,10 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   char text[300];
   snprintf(text, sizeof text,
            "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d scaled %d affine %d y %d "
-           "zeros %d rows %d turned %d%d shared %d",
+           "zeros %d rows %d turned %d%d shared %d codec %d",
            static_cast<long>(p.batch), static_cast<long>(p.m), static_cast<long>(p.n), static_cast<long>(p.k), p.bits,
            kind, static_cast<long>(p.block_size), p.scale_kind, q.form, scaled, q.affine, p.x_type, zeros, rows,
-           x_turned, y_turned, x_shared);
+           x_turned, y_turned, x_shared, codec_index(p));
   made.text = text;
   return made;
 }

@@ -80,6 +80,60 @@ void set_bits(P& p, int bits) {
   p.words = packed_bytes(p.k, bits);
 }
 
+// Changes of a codec: a trellis of two bits, and a grid with two parts of an index and signs.
+void codec(const std::string& name, int kind, const std::function<void(Codec&)>& change, bool accepted = false) {
+  problem(
+      "codec/" + name,
+      [=](P& p) {
+        static Codec changed;
+        changed = all_codecs()[kind == kTrellis ? 1 : 6].codec;
+        p.codec = &changed;
+        p.bits = 8;
+        p.values = kValueInteger;
+        p.words = row_bytes(&p);
+        change(changed);
+        if (kind == kGrid && changed.kind == kGrid && changed.num_parts <= kMostParts) p.words = row_bytes(&p);
+      },
+      accepted);
+}
+
+void add_codecs() {
+  for (const int kind : {kTrellis, kGrid}) {
+    codec(kind == kTrellis ? "trellis" : "grid", kind, [](Codec&) {}, true);
+    codec("another kind", kind, [](Codec& c) { c.kind = 2; });
+  }
+  codec("bits of another trellis", kTrellis, [](Codec& c) { c.bits = 3; });
+  for (const int bits : {0, 5}) {
+    problem("codec/trellis of " + std::to_string(bits) + " bits", [bits](P& p) {
+      static Codec changed;
+      changed = all_codecs()[1].codec;
+      changed.bits = bits;
+      p.codec = &changed;
+      p.bits = 8;
+      p.values = kValueInteger;
+      p.words = row_bytes(&p);
+    });
+  }
+  problem("codec/floats", [](P& p) {
+    p.codec = &all_codecs()[1].codec;
+    p.words = row_bytes(&p);
+    p.values = kValueE4M3;
+  });
+  codec("no vectors", kGrid, [](Codec& c) { c.vectors = nullptr; });
+  codec("vectors of 16", kGrid, [](Codec& c) { c.size = 16; });
+  codec("no parts", kGrid, [](Codec& c) { c.num_parts = 0; });
+  codec("too many parts", kGrid, [](Codec& c) { c.num_parts = kMostParts + 1; });
+  codec("a part of no kind", kGrid, [](Codec& c) { c.parts[2].kind = kDown + 1; });
+  codec("a gap in the index", kGrid, [](Codec& c) { c.parts[1].low = 9; });
+  codec("indices that are too long", kGrid, [](Codec& c) { c.parts[1].bits = 5; });
+  codec("indices of other vectors", kGrid, [](Codec& c) { c.parts[0].values = 4; });
+  codec("signs of four values", kGrid, [](Codec& c) { c.parts[2].values = 4; });
+  codec("signs of seven bits", kGrid, [](Codec& c) { c.parts[2].bits = 7; });
+  codec("even signs of eight bits", kGrid, [](Codec& c) { c.parts[2].kind = kEvenSigns; });
+  codec("directions of eight bits", kGrid, [](Codec& c) { c.parts[2].kind = kDown; });
+  codec("neither signs nor directions", kGrid, [](Codec& c) { --c.num_parts; });
+}
+
 void add_products() {
   problem("0 bits", [](P& p) { set_bits(p, 0); });
   problem("9 bits", [](P& p) { set_bits(p, 9); });
@@ -247,6 +301,7 @@ void add_encodings() {
 
 void add_check_tests() {
   add_products();
+  add_codecs();
   add_integers();
   add_encodings();
 }

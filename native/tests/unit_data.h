@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "codecs.h"
 #include "unit.h"
 
 using Random = std::mt19937;  // its numbers are the same everywhere, unlike the distributions'
@@ -178,9 +179,16 @@ struct Form {
   Table table = kAnyFloats;
   int scale_kind = kScaleFloat32;
   bool zero_points = false, row_scales = false, offsets = false;
-  int scale_bits = 0;           // of scales that are codes
-  int64_t scale_block = 4;      // how many of these share a scale
-  bool scale_integers = false;  // which they mean, each one more than the last
+  int scale_bits = 0;            // of scales that are codes
+  int64_t scale_block = 4;       // how many of these share a scale
+  bool scale_integers = false;   // which they mean, each one more than the last
+  const Codec* codec = nullptr;  // of codes that stand for several values
+
+  void set_codec(const NamedCodec& a) {
+    codec = &a.codec;
+    bits = a.bits;
+    table = kIntegers;
+  }
 };
 
 // A weight of random codes and scales: numbers, and the arrays that kernels read.
@@ -202,6 +210,7 @@ struct Weight {
       row_scales.resize(rows);
       for (float& scale : row_scales) scale = static_cast<float>(whole(random, 64, 127)) / 96;
     }
+    if (form.codec != nullptr) take_any_bytes(random);
     make_scales(random, &scales, &scale_bytes_, &scale_codes_);
     if (form.offsets) make_scales(random, &offsets, &offset_bytes_, &offset_codes_);
     pack_codes();
@@ -209,7 +218,7 @@ struct Weight {
 
   // Call it after changing codes or zero points.
   void pack_codes() {
-    codes_ = pack(codes, form.k, form.bits);
+    if (form.codec == nullptr) codes_ = pack(codes, form.k, form.bits);
     if (form.zero_points) zeros_ = pack(zeros, blocks, form.bits);
   }
   // Changes the scale of a block, which is no code, to the value of some bits.
@@ -236,7 +245,8 @@ struct Weight {
     p->n = form.n;
     p->k = form.k;
     p->bits = form.bits;
-    p->words = packed_bytes(form.k, form.bits);
+    p->codec = form.codec;
+    p->words = row_bytes(p);
     p->blocks = blocks;
     p->block_size = form.block;
     p->scale_kind = form.scale_kind;
@@ -268,14 +278,27 @@ struct Weight {
   std::vector<double> scales, offsets;  // (rows, blocks)
 
  private:
+  // Any bytes are codes of a codec.
+  void take_any_bytes(Random& random) {
+    Problem p = {};
+    p.k = form.k;
+    p.codec = form.codec;
+    codes_.resize(rows * row_bytes(&p));
+    for (uint8_t& byte : codes_) byte = static_cast<uint8_t>(random());
+    codes_.shrink_to_fit();
+    for (int64_t i = 0; i < rows * form.k; ++i)
+      codes[i] = code_at(form.codec, &codes_[i / form.k * row_bytes(&p)], form.k, form.bits, i % form.k);
+  }
+
   void make_table(Random& random) {
     const int count = 1 << form.bits;
+    const int middle = form.codec != nullptr && form.codec->kind == kTrellis ? 126 : count / 2;
     const float halves[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6};
     table.resize(count);
     for (int i = 0; i < count; ++i) {
       switch (form.table) {
         case kAnyFloats: table[i] = static_cast<float>(whole(random, -999, 999) + 0.37) / 333; break;
-        case kIntegers: table[i] = static_cast<float>(i - count / 2); break;
+        case kIntegers: table[i] = static_cast<float>(i - middle); break;
         case kHalves: table[i] = halves[i % 16]; break;
         case kAnyIntegers: table[i] = static_cast<float>((i * 77 + 5) % 256 - 128); break;
         case kE4M3: table[i] = static_cast<float>(e4m3_value(static_cast<uint8_t>(i))); break;

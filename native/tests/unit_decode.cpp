@@ -250,6 +250,23 @@ void add_stacks() {
   }
 }
 
+// Segments have 128 values or 256, and parts of a trellis 16; a slab of columns has 512.
+void add_codecs() {
+  for (const NamedCodec& one : all_codecs()) {
+    Form form;
+    form.set_codec(one);
+    form.n = 3;
+    for (const int64_t k : {1, 7, 8, 9, 15, 16, 17, 100, 127, 128, 129, 255, 256, 257, 385, 511, 512, 513, 1100}) {
+      form.k = k;
+      form.block = std::min<int64_t>(k, 32);
+      check_form(one.name + "/rows of " + to_string(k), form);
+    }
+    form.stack = 3;
+    test("decode/" + one.name + "/selected",
+         [form](const Isa& isa) { check(isa, Weight(form), {2, 0, -1, 3, 1}, kBFloat16); });
+  }
+}
+
 }  // namespace
 
 void add_decode_tests() {
@@ -260,4 +277,5 @@ void add_decode_tests() {
   add_blocks();
   add_types();
   add_stacks();
+  add_codecs();
 }

@@ -195,6 +195,15 @@ void add_weights() {
   form.row_scales = false;
   form.scale_bits = 6;
   by_methods("scales/of scales", form, kSignedCodes);
+  for (const NamedCodec& one : all_codecs()) {
+    form = Form();
+    form.set_codec(one);
+    form.k = 300;
+    by_methods("weight/" + one.name, form, kOwnScales);
+    form.block = form.k;
+    form.n = 70;
+    by_methods("weight/" + one.name + ", one scale", form, kSignedCodes);
+  }
   for (const int64_t block : {7, 16, 32, 48, 64, 128})
     for (const int bits : {4, 8}) {
       form = integers(bits);

@@ -119,6 +119,26 @@ void add_offsets() {
   });
 }
 
+void add_codecs() {
+  for (const NamedCodec& one : all_codecs()) {
+    Form form;
+    form.set_codec(one);
+    form.k = 1100;
+    form.block = form.k;
+    form.row_scales = true;
+    by_methods(one.name + "/one scale for each row", form);
+    form.row_scales = false;
+    form.stack = 2;
+    form.n = 70;  // several slabs
+    form.k = 700;
+    form.block = 32;
+    form.scale_bits = 4;
+    form.scale_block = 8;
+    form.scale_integers = true;
+    by_methods(one.name + "/scales of scales", form, [](Product& product) { product.selected = {1, 0}; });
+  }
+}
+
 // Lengths of one less, one more than tiles and segments.
 void add_tails() {
   for (const int64_t k : {1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 257}) {
@@ -349,6 +369,7 @@ void add_matmul_tests() {
   add_blocks();
   add_zero_points();
   add_offsets();
+  add_codecs();
   add_tails();
   add_layouts();
   add_types();

@@ -14,6 +14,36 @@ int64_t product(int64_t a, int64_t b, int64_t c) {
   return size < 4e18 ? a * b * c : -1;
 }
 
+// The error of a codec, whose parts and numbers then fit the memory that decoding them takes; or null.
+const char* check_codec(const Codec& codec, char* text, size_t room) {
+  EQQ_CHECK(codec.kind == kTrellis || codec.kind == kGrid, "no codec of kind %d is known", codec.kind);
+  if (codec.kind == kTrellis) {
+    EQQ_CHECK(codec.bits >= 1 && codec.bits <= 4, "a trellis has 1 to 4 bits, not %d", codec.bits);
+    return nullptr;
+  }
+  EQQ_CHECK(codec.size == 4 || codec.size == 8, "vectors have 4 or 8 values, not %d", codec.size);
+  EQQ_CHECK(codec.num_parts >= 1 && codec.num_parts <= kMostParts, "a segment has 1 to %d parts, not %d", kMostParts,
+            codec.num_parts);
+  int index_bits = 0, moves = 0;
+  for (int i = 0; i < codec.num_parts; ++i) {
+    const CodecPart& part = codec.parts[i];
+    EQQ_CHECK(part.kind >= kIndex && part.kind <= kDown && part.bits >= 1 && part.bits <= 8,
+              "a part of %d bits of kind %d is not known", part.bits, part.kind);
+    EQQ_CHECK(part.kind != kIndex || (part.low == index_bits && part.low % 8 == 0 && part.values == codec.size),
+              "indices must be one for each vector, the low eight bits first");
+    EQQ_CHECK(part.kind != kSigns || (part.bits == 8 && part.values == 8), "signs must be eight for eight values");
+    EQQ_CHECK(part.kind != kEvenSigns || (part.bits == 7 && part.values == 8), "signs must be seven for eight values");
+    EQQ_CHECK(part.kind != kDown || (part.bits == 1 && (part.values == 8 || part.values == 32)),
+              "a direction must be one bit for 8 or 32 values");
+    (part.kind == kIndex ? index_bits : moves) += part.kind == kIndex ? part.bits : 1;
+  }
+  EQQ_CHECK(moves == 1, "a grid must have signs or directions, and not both");
+  EQQ_CHECK(index_bits >= 1 && index_bits <= kMostIndexBits, "indices must have 1 to %d bits, not %d", kMostIndexBits,
+            index_bits);
+  EQQ_CHECK(codec.vectors != nullptr, "the grid is missing");
+  return nullptr;
+}
+
 bool misaligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes != 0; }
 
 }  // namespace
@@ -24,7 +54,11 @@ const char* check_problem(const Problem& p, char* text, size_t room) {
   EQQ_CHECK(p.k < (int64_t{1} << 31) && p.n < (int64_t{1} << 31) && p.m < (int64_t{1} << 31),
             "lengths must be below 2^31");
   EQQ_CHECK(p.block_size >= 1, "blocks must have at least one code, not %lld", static_cast<long long>(p.block_size));
-  EQQ_CHECK(p.words == packed_bytes(p.k, p.bits), "rows of %lld codes of %d bits do not have %lld bytes",
+  if (p.codec != nullptr) {
+    EQQ_CHECK(p.values == kValueInteger, "rows of a codec decode to integers");
+    if (const char* wrong = check_codec(*p.codec, text, room)) return wrong;
+  }
+  EQQ_CHECK(p.words == row_bytes(&p), "rows of %lld codes of %d bits do not have %lld bytes",
             static_cast<long long>(p.k), p.bits, static_cast<long long>(p.words));
   const int64_t blocks = (p.k + p.block_size - 1) / p.block_size;
   EQQ_CHECK(p.blocks == blocks || (p.k == 0 && p.blocks == 1), "rows have %lld blocks of %lld codes, not %lld",

@@ -4,7 +4,8 @@
 //   y(b, m, k) = sum over n of x(b, m, n) w(b, n, k),         where
 //   w(b, n, k) = (table[code] - zero_point) * (scale * row_scale) + offset.
 //
-// Kernels see no offsets, no scales that are codes themselves, and only codes that lie in one byte: `slabs.h`.
+// Kernels see no offsets, no scales that are codes themselves, and only codes of one value that lie in one byte:
+// `slabs.h`.
 //
 // With `selected`, `w(b)` is array `selected[b]` of a stack, which is read where it lies.
 //
@@ -52,6 +53,45 @@ static inline int64_t packed_bytes(int64_t length, int bits) {
   return bytes;
 }
 
+// How rows are packed whose codes stand for several values. They decode to a byte for each value, the code of an
+// integer.
+enum CodecKind { kTrellis = 0, kGrid = 1 };
+
+// The codes of a part of a segment: indices of vectors; signs of eight values, also of seven where the number of
+// negative ones is even; whether values are one less, otherwise one more.
+enum PartKind { kIndex = 0, kSigns = 1, kEvenSigns = 2, kDown = 3 };
+enum { kMostParts = 4, kMostIndexBits = 12 };
+
+typedef struct CodecPart {
+  int32_t kind, bits;
+  int32_t low;     // of an index: the place of the lowest of these bits
+  int32_t values;  // for which there is one code
+} CodecPart;
+
+typedef struct Codec {
+  int32_t kind;
+  // A trellis: segments of 128 values, the last rounded up to a multiple of 16. Value `t` is the sum of the four bytes
+  // of `window * multiplier & 0x3f3f3f3f`, where the window is the 12 bits from `t * bits` on, in a circle.
+  int32_t bits;
+  uint32_t multiplier;
+  // A grid: segments of 256 values. The parts of each lie one after the other, packed as codes of single values are.
+  int32_t size;  // of a vector: 8 or 4 values
+  int32_t num_parts;
+  CodecPart parts[kMostParts];
+  const int8_t* vectors;  // one for each index; a code is the value less the first of the table
+} Codec;
+
+static inline int64_t codec_segment(const Codec* codec) { return codec->kind == kTrellis ? 128 : 256; }
+
+// The bytes of a segment, or of a shorter one.
+static inline int64_t segment_bytes(const Codec* codec, int64_t length) {
+  if (codec->kind == kTrellis) return (length + 15) / 16 * 2 * codec->bits;
+  int64_t bytes = 0;
+  for (int i = 0; i < codec->num_parts; ++i)
+    bytes += packed_bytes((length + codec->parts[i].values - 1) / codec->parts[i].values, codec->parts[i].bits);
+  return bytes;
+}
+
 typedef struct Problem {
   const void* x;              // (batch, m, inner) by strides
   void* y;                    // (batch, m, outer) by strides, of the type of x
@@ -65,6 +105,7 @@ typedef struct Problem {
   // Scales that are codes, `scale_table[code] * scale`, and offsets likewise: (batch, n, scale_words), or null.
   const uint8_t *scale_codes, *offset_codes;
   const float* scale_table;  // 2^scale_bits values
+  const Codec* codec;        // or null; then `bits` is of what rows decode to, and `values` are integers
 
   int64_t batch, m, n, k;
   int64_t stack;       // with `selected`
@@ -89,6 +130,13 @@ typedef struct Problem {
   int32_t clip;        // when decoding, whether results are clipped to the finite range of their type
   int32_t coarse;      // whether 16 bits of x are enough: results have no more, or the caller wants no more
 } Problem;
+
+// The bytes of a row of codes.
+static inline int64_t row_bytes(const Problem* p) {
+  if (p->codec == 0) return packed_bytes(p->k, p->bits);
+  const int64_t segment = codec_segment(p->codec);
+  return p->k / segment * segment_bytes(p->codec, segment) + segment_bytes(p->codec, p->k % segment);
+}
 
 // Unpacks codes `first` to `last` of a row of `words` bytes, of 1, 2, 4 or 8 bits.
 template <typename T>

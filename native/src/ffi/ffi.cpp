@@ -62,9 +62,48 @@ enum WeightAttr {
 using Numbers = ffi::Span<const int64_t>;
 using Table = ffi::Span<const float>;
 
-// Fills in the description of the weight. Returns null, or the error. `rest` has `more` arguments at its end.
-const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, size_t more, Table table,
-                       Table scale_table, Numbers weight, Problem* out) {
+// What the bits of a weight mean: its attributes. `codec` is empty, or has the fields of a `Codec` in their order.
+struct Meaning {
+  Table table, scale_table;
+  Numbers weight, codec;
+  ffi::Span<const int8_t> vectors;
+};
+
+// Fills in how codes that stand for several values are packed. Returns null, or the error.
+const char* set_codec(const Meaning& meaning, Codec* out) {
+  const Numbers& codec = meaning.codec;
+  Codec& c = *out;
+  const bool is_trellis = codec[0] == kTrellis;
+  for (size_t i = 0; i < codec.size(); ++i)
+    if (codec[i] < 0 || codec[i] > (is_trellis && i == 2 ? int64_t{UINT32_MAX} : 256))
+      return "a number that describes the codec is out of range";
+  c.kind = static_cast<int32_t>(codec[0]);
+  if (is_trellis) {
+    if (codec.size() != 3) return "another version of eqquant describes the codec";
+    c.bits = static_cast<int32_t>(codec[1]);
+    c.multiplier = static_cast<uint32_t>(codec[2]);
+    return nullptr;
+  }
+  c.num_parts = static_cast<int32_t>(codec.size() / 4);
+  if (codec.size() % 4 != 2 || c.num_parts > kMostParts) return "another version of eqquant describes the codec";
+  c.size = static_cast<int32_t>(codec[1]);
+  int index_bits = 0;
+  for (int i = 0; i < c.num_parts; ++i) {
+    int32_t* const fields[] = {&c.parts[i].kind, &c.parts[i].bits, &c.parts[i].low, &c.parts[i].values};
+    for (int j = 0; j < 4; ++j) *fields[j] = static_cast<int32_t>(codec[2 + 4 * i + j]);
+    if (c.parts[i].kind == kIndex) index_bits += c.parts[i].bits;
+  }
+  c.vectors = meaning.vectors.begin();
+  if (index_bits > kMostIndexBits || meaning.vectors.size() != static_cast<size_t>(c.size) << index_bits)
+    return "a grid must have a vector for each index";
+  return nullptr;
+}
+
+// Fills in the description of the weight, and its codec if it has one. Returns null, or the error. `rest` has `more`
+// arguments at its end.
+const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, size_t more,
+                       const Meaning& meaning, Codec* codec, Problem* out) {
+  const auto& [table, scale_table, weight, numbers, vectors] = meaning;
   Problem& p = *out;
   if (weight.size() != kNumWeightAttrs) return "another version of eqquant describes the weight";
   for (int64_t number : weight)
@@ -129,6 +168,10 @@ const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::Remainin
     p.batch = static_cast<int64_t>(found->element_count());
     p.selected = static_cast<const int32_t*>(found->untyped_data());
   }
+  if (meaning.codec.size() > 0) {
+    if (const char* wrong = set_codec(meaning, codec)) return wrong;
+    p.codec = codec;
+  }
   p.codes = static_cast<const uint8_t*>(codes.untyped_data());
   p.scale = scale.untyped_data();
   p.table = table.begin();
@@ -161,14 +204,17 @@ const char* set_arrays(ffi::AnyBuffer x, ffi::AnyBuffer y, bool x_transposed, bo
 // Arguments: x, codes, scale, and the ones that `weight` announces.
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table,
-                  Numbers weight, bool transpose, bool coarse, bool x_transposed, bool y_transposed) {
+                  Numbers weight, Numbers codec_numbers, ffi::Span<const int8_t> vectors, bool transpose, bool coarse,
+                  bool x_transposed, bool y_transposed) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
+  const Meaning meaning = {table, scale_table, weight, codec_numbers, vectors};
+  Codec codec = {};
   Problem p = {};
   p.transpose = transpose;
   p.coarse = coarse;
-  if (const char* wrong = set_weight(codes, scale, rest, 0, table, scale_table, weight, &p)) return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, rest, 0, meaning, &codec, &p)) return bad(wrong);
   if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
   if (y->element_type() != x.element_type()) return bad("the result must have the type of x");
   if (const char* wrong = set_arrays(x, *y, x_transposed, y_transposed, &p)) return bad(wrong);
@@ -192,10 +238,13 @@ bool row_numbers(ffi::RemainingArgs rest, size_t index, ffi::DataType type, cons
 // rows have zero points, floats are quantized to such, or x is uint8; after scales, an argument has them.
 ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scale,
                        ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table,
-                       Numbers weight, bool x_transposed, bool y_transposed, bool affine, bool scaled) {
+                       Numbers weight, Numbers codec_numbers, ffi::Span<const int8_t> vectors, bool x_transposed,
+                       bool y_transposed, bool affine, bool scaled) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
+  const Meaning meaning = {table, scale_table, weight, codec_numbers, vectors};
+  Codec codec = {};
   Int8Problem q = {};
   Problem& p = q.p;
   q.form = x.element_type() == ffi::DataType::S8 ? kSigned
@@ -207,7 +256,7 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   if (q.form == kFloats && x.element_type() != y->element_type())
     return bad("x must be int8, uint8 or of the type of the result");
   const size_t more = q.form == kFloats && !scaled ? 0 : affine ? 2 : 1;
-  if (const char* wrong = set_weight(codes, scale, rest, more, table, scale_table, weight, &p)) return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, rest, more, meaning, &codec, &p)) return bad(wrong);
   if (const char* wrong = set_arrays(x, *y, x_transposed, y_transposed, &p)) return bad(wrong);
   if (more > 0 && !row_numbers(rest, rest.size() - more, ffi::DataType::F32, p, &q.x_scale))
     return bad("the scales of x must be float32, one for each row");
@@ -220,13 +269,16 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
 
 // Arguments: codes, scale, and the ones that `weight` announces.
 ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest,
-                  ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers weight, bool clip) {
+                  ffi::Result<ffi::AnyBuffer> y, Table table, Table scale_table, Numbers weight, Numbers codec_numbers,
+                  ffi::Span<const int8_t> vectors, bool clip) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
+  const Meaning meaning = {table, scale_table, weight, codec_numbers, vectors};
+  Codec codec = {};
   Problem p = {};
   Matrix ys;
-  if (const char* wrong = set_weight(codes, scale, rest, 0, table, scale_table, weight, &p)) return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, rest, 0, meaning, &codec, &p)) return bad(wrong);
   if (!as_matrix(*y, &ys) || ys.batch != p.batch || ys.rows != p.n || ys.columns != p.k)
     return bad("the result has a wrong shape");
   if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");
@@ -330,7 +382,9 @@ auto bind_weight(Binding&& binding) {
       .template Ret<ffi::AnyBuffer>()
       .template Attr<Table>("table")
       .template Attr<Table>("scale_table")
-      .template Attr<Numbers>("weight");
+      .template Attr<Numbers>("weight")
+      .template Attr<Numbers>("codec")
+      .template Attr<ffi::Span<const int8_t>>("vectors");
 }
 
 }  // namespace

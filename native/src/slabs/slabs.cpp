@@ -31,10 +31,11 @@ int code_of(const Problem& q, int64_t row, int64_t k) {
 }  // namespace
 
 Slabs::Slabs(const Problem& p, int64_t threads) {
-  needed_ = is_split(p.bits) || p.scale_codes != nullptr || p.offset != nullptr;
+  const bool apart = is_split(p.bits) || p.codec != nullptr;
+  needed_ = apart || p.scale_codes != nullptr || p.offset != nullptr;
   if (!needed_) return;
   // Packed zero points are packed by whole rows.
-  joins_ = is_split(p.bits) || (p.transpose && p.zero_point != nullptr && p.bits < 8);
+  joins_ = apart || (p.transpose && p.zero_point != nullptr && p.bits < 8);
   decodes_ = p.transpose || p.scale_codes != nullptr || p.offset != nullptr;
 
   const int64_t codes = int64_t{1} << p.bits;
@@ -98,7 +99,8 @@ Problem Slabs::slab(const Problem& p, int64_t batch, int64_t index, void* own) c
   } else {
     q.n = size;
   }
-  q.codes = p.codes + row * p.words + (p.transpose ? first * p.bits / 8 : 0);
+  q.codec = nullptr;
+  if (!joins_) q.codes = p.codes + row * p.words + (p.transpose ? first * p.bits / 8 : 0);
   if (p.zero_point != nullptr)
     q.zero_point = p.zero_point + row * p.zero_words + (p.transpose ? block : 0);  // bytes, or all are joined
   if (joins_) {

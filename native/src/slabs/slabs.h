@@ -1,5 +1,5 @@
-// Weights that kernels cannot read as they are: codes of 3, 5, 6 or 7 bits, which lie in several bytes; scales that are
-// codes with scales of their own; offsets of blocks.
+// Weights that kernels cannot read as they are: codes of 3, 5, 6 or 7 bits, which lie in several bytes; codes that
+// stand for several values; scales that are codes with scales of their own; offsets of blocks.
 //
 // Such a weight is multiplied a slab at a time, some rows, or some columns where the product is transposed. Its packed
 // codes and nested scales become bytes and floats in the memory of the thread, and stay in the cache. Then the kernel

@@ -1,0 +1,256 @@
+// The trellis of `Codec`: windows of twelve bits, hashed to the sum of four bytes.
+//
+// A value has 16 bits: the product of its window and the multiplier is computed in halves, which machines multiply
+// fastest.
+#pragma once
+
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "core/ints.h"
+#include "core/problem.h"
+
+namespace {
+
+constexpr int kTrellisValues = 128;      // of a segment
+constexpr int64_t kTrellisAhead = 4096;  // bytes to the prefetched codes
+constexpr uint16_t kWindow = 0x0fff, kSixBits = 0x3f3f;
+
+#if defined(__AVX512BW__)
+
+// Vectors of 16 bits.
+struct TrellisVector {
+  using I = __m512i;
+  static constexpr int kValues = 32;
+  EQQ_INLINE I load(const void* p) { return _mm512_loadu_si512(p); }
+  EQQ_INLINE I all(uint16_t a) { return _mm512_set1_epi16(static_cast<int16_t>(a)); }
+  EQQ_INLINE I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
+  EQQ_INLINE I add(I a, I b) { return _mm512_add_epi16(a, b); }
+  EQQ_INLINE I mul_low(I a, I b) { return _mm512_mullo_epi16(a, b); }
+  EQQ_INLINE I mul_high(I a, I b) { return _mm512_mulhi_epu16(a, b); }
+  EQQ_INLINE I add_bytes(I a) { return _mm512_maddubs_epi16(a, _mm512_set1_epi8(1)); }
+  // The even halves of `a`, shifted to the right, and the odd ones of it, shifted to the left.
+  EQQ_INLINE I shift(I a, I right, I left) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srlv_epi32(a, right), _mm512_sllv_epi32(a, left));
+  }
+  EQQ_INLINE I shuffle(I a, I places) { return _mm512_shuffle_epi8(a, places); }
+  EQQ_INLINE void store(uint8_t* out, I a, I b) {
+    const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi64(order, _mm512_packus_epi16(a, b)));
+  }
+};
+
+#elif defined(__AVX2__)
+
+struct TrellisVector {
+  using I = __m256i;
+  static constexpr int kValues = 16;
+  EQQ_INLINE I load(const void* p) { return _mm256_loadu_si256(static_cast<const I*>(p)); }
+  EQQ_INLINE I all(uint16_t a) { return _mm256_set1_epi16(static_cast<int16_t>(a)); }
+  EQQ_INLINE I bit_and(I a, I b) { return _mm256_and_si256(a, b); }
+  EQQ_INLINE I add(I a, I b) { return _mm256_add_epi16(a, b); }
+  EQQ_INLINE I mul_low(I a, I b) { return _mm256_mullo_epi16(a, b); }
+  EQQ_INLINE I mul_high(I a, I b) { return _mm256_mulhi_epu16(a, b); }
+  EQQ_INLINE I add_bytes(I a) { return _mm256_maddubs_epi16(a, _mm256_set1_epi8(1)); }
+  EQQ_INLINE I shift(I a, I right, I left) {
+    return _mm256_blend_epi16(_mm256_srlv_epi32(a, right), _mm256_sllv_epi32(a, left), 0xaa);
+  }
+  EQQ_INLINE I shuffle(I a, I places) { return _mm256_shuffle_epi8(a, places); }
+  EQQ_INLINE void store(uint8_t* out, I a, I b) {
+    _mm256_storeu_si256(reinterpret_cast<I*>(out), _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8));
+  }
+};
+
+#endif
+
+#if defined(__AVX2__)
+
+// What windows become.
+struct TrellisHash {
+  using V = TrellisVector;
+  V::I low, high, six = V::all(kSixBits), window = V::all(kWindow);
+
+  explicit TrellisHash(uint32_t multiplier)
+      : low(V::all(static_cast<uint16_t>(multiplier))), high(V::all(static_cast<uint16_t>(multiplier >> 16))) {}
+
+  // `windows` may have further bits.
+  EQQ_INLINE V::I sums(const TrellisHash& h, V::I windows) {
+    windows = V::bit_and(windows, h.window);
+    const V::I lower = V::mul_low(windows, h.low);
+    const V::I upper = V::add(V::mul_high(windows, h.low), V::mul_low(windows, h.high));
+    return V::add_bytes(V::add(V::bit_and(lower, h.six), V::bit_and(upper, h.six)));
+  }
+};
+
+#endif
+
+#if defined(__AVX512VBMI__)
+
+// Where eight bytes of the segment are from which four windows are taken, and the bits at which their bytes begin. Two
+// vectors have the values of 64 in the order in which packing brings them to theirs.
+template <int kBits>
+struct TrellisPlaces {
+  uint8_t place[4][64] = {}, shift[64] = {};
+  constexpr TrellisPlaces() {
+    for (int vector = 0; vector < 4; ++vector)
+      for (int i = 0; i < 64; ++i) {
+        const int first = vector / 2 * 64 + i / 16 * 16 + vector % 2 * 8 + i / 8 % 2 * 4;
+        place[vector][i] = static_cast<uint8_t>((first * kBits / 8 + i % 8) % (16 * kBits));
+        shift[i] = static_cast<uint8_t>(first * kBits % 8 + i / 2 % 4 * kBits + i % 2 * 8);
+      }
+  }
+};
+
+template <int kBits>
+struct Trellis {
+  using I = __m512i;
+  static constexpr TrellisPlaces<kBits> kPlaces = {};
+  TrellisHash hash;
+  I place[4], shift = _mm512_loadu_si512(kPlaces.shift);
+
+  explicit Trellis(uint32_t multiplier) : hash(multiplier) {
+    for (int i = 0; i < 4; ++i) place[i] = _mm512_loadu_si512(kPlaces.place[i]);
+  }
+
+  EQQ_INLINE void decode(const Trellis& t, const uint8_t* segment, uint8_t* out) {
+    const I bytes = _mm512_maskz_loadu_epi8(~uint64_t{0} >> (64 - 16 * kBits), segment);
+    I sums[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const I windows = _mm512_multishift_epi64_epi8(t.shift, _mm512_permutexvar_epi8(t.place[i], bytes));
+      sums[i] = TrellisHash::sums(t.hash, windows);
+    }
+    _mm512_storeu_si512(out, _mm512_packus_epi16(sums[0], sums[1]));
+    _mm512_storeu_si512(out + 64, _mm512_packus_epi16(sums[2], sums[3]));
+  }
+};
+
+#elif defined(__AVX2__)
+
+// The bytes of a segment from `kStart` on, in a circle.
+template <int kBits, int kStart>
+EQQ_INLINE __m128i bytes_from(const uint8_t* segment) {
+  constexpr int kLast = 16 * kBits - 16;
+  const auto load = [segment](int at) __attribute__((always_inline)) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(segment + at));
+  };
+  if constexpr (kStart <= kLast) {
+    return load(kStart);
+  } else {
+    return _mm_alignr_epi8(load(0), load(kLast), kStart - kLast);
+  }
+}
+
+// The same, for each 16 bytes of a vector: of four bits the upper half begins where the lower one ends.
+template <int kBits, int kStart>
+EQQ_INLINE TrellisVector::I vector_from(const uint8_t* segment) {
+#if defined(__AVX512BW__)
+  const __m256i lower = _mm256_broadcastsi128_si256(bytes_from<kBits, kStart>(segment));
+  constexpr int kUpper = kBits == 4 ? kStart + 2 * kBits : kStart;
+  return _mm512_inserti64x4(_mm512_castsi256_si512(lower),
+                            _mm256_broadcastsi128_si256(bytes_from<kBits, kUpper>(segment)), 1);
+#else
+  return _mm256_broadcastsi128_si256(bytes_from<kBits, kStart>(segment));
+#endif
+}
+
+// Where the windows of lanes are: that of the first value of a lane begins at bit `right` of the four bytes at `place`.
+template <int kBits>
+struct TrellisPlaces {
+  uint8_t place[64] = {};
+  uint32_t right[16] = {}, left[16] = {};
+  constexpr TrellisPlaces() {
+    for (int lane = 0; lane < 16; ++lane) {
+      const int bit = 2 * kBits * (kBits == 4 ? lane % 8 : lane);
+      for (int i = 0; i < 4; ++i) place[4 * lane + i] = static_cast<uint8_t>(bit / 8 + i);
+      right[lane] = static_cast<uint32_t>(bit % 8);
+      left[lane] = static_cast<uint32_t>(16 - kBits - bit % 8);
+    }
+  }
+};
+
+template <int kBits>
+struct Trellis {
+  using V = TrellisVector;
+  static constexpr TrellisPlaces<kBits> kPlaces = {};
+  TrellisHash hash;
+  V::I place = V::load(kPlaces.place), right = V::load(kPlaces.right), left = V::load(kPlaces.left);
+
+  explicit Trellis(uint32_t multiplier) : hash(multiplier) {}
+
+  template <int kIndex>
+  EQQ_INLINE V::I sums(const Trellis& t, const uint8_t* segment) {
+    const V::I bytes = V::shuffle(vector_from<kBits, kIndex * V::kValues * kBits / 8>(segment), t.place);
+    return TrellisHash::sums(t.hash, V::shift(bytes, t.right, t.left));
+  }
+  template <int kIndex = 0>
+  EQQ_INLINE void decode(const Trellis& t, const uint8_t* segment, uint8_t* out) {
+    if constexpr (kIndex * V::kValues < kTrellisValues) {
+      V::store(out + kIndex * V::kValues, sums<kIndex>(t, segment), sums<kIndex + 1>(t, segment));
+      decode<kIndex + 2>(t, segment, out);
+    }
+  }
+};
+
+#else
+
+template <int kBits>
+struct Trellis {
+  uint16_t low, high;
+
+  explicit Trellis(uint32_t multiplier)
+      : low(static_cast<uint16_t>(multiplier)), high(static_cast<uint16_t>(multiplier >> 16)) {}
+
+  EQQ_INLINE void decode(const Trellis& t, const uint8_t* segment, uint8_t* out) {
+    uint16_t windows[kTrellisValues];
+    uint8_t circle[16 * kBits + 8];
+    memcpy(circle, segment, 16 * kBits);
+    memcpy(circle + 16 * kBits, segment, 8);
+    for (int i = 0; i < kTrellisValues; i += 8) {
+      uint64_t bits = 0;
+      for (int j = 0; j < 8; ++j) bits |= static_cast<uint64_t>(circle[i * kBits / 8 + j]) << 8 * j;
+      for (int j = 0; j < 8; ++j) windows[i + j] = bits >> j * kBits & kWindow;
+    }
+    for (int i = 0; i < kTrellisValues; ++i) {
+      const uint16_t upper = static_cast<uint16_t>((static_cast<uint32_t>(windows[i]) * t.low >> 16) +
+                                                   static_cast<uint32_t>(windows[i]) * t.high);
+      const uint16_t sums =
+          static_cast<uint16_t>((static_cast<uint32_t>(windows[i]) * t.low & kSixBits) + (upper & kSixBits));
+      out[i] = static_cast<uint8_t>(sums + (sums >> 8));
+    }
+  }
+};
+
+#endif
+
+// Values `first` to `last` of a row of `length`, where `first` begins a segment.
+template <int kBits>
+EQQ_INLINE void decode_trellis_row(uint32_t multiplier, const uint8_t* packed, int64_t length, int64_t first,
+                                   int64_t last, uint8_t* out) {
+  constexpr int64_t kSize = 16 * kBits;
+  const Trellis<kBits> trellis(multiplier);
+  const uint8_t* bytes = packed + first / kTrellisValues * kSize;
+  for (; last - first >= kTrellisValues; first += kTrellisValues, bytes += kSize, out += kTrellisValues) {
+    __builtin_prefetch(bytes + kTrellisAhead);
+    Trellis<kBits>::decode(trellis, bytes, out);
+  }
+  if (first == last) return;
+  // A shorter segment, whose circle is repeated.
+  const int64_t size = div_up(min64(length - first, kTrellisValues), 16) * 2 * kBits;
+  uint8_t circle[kSize], values[kTrellisValues];
+  for (int64_t i = 0; i < kSize; ++i) circle[i] = bytes[i % size];
+  Trellis<kBits>::decode(trellis, circle, values);
+  memcpy(out, values, last - first);
+}
+
+EQQ_INLINE void decode_trellis(const Codec& codec, const uint8_t* packed, int64_t length, int64_t first, int64_t last,
+                               uint8_t* out) {
+  by_count<4>(codec.bits, [&](auto bits) {
+    decode_trellis_row<decltype(bits)::value>(codec.multiplier, packed, length, first, last, out);
+  });
+}
+
+}  // namespace

@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "codecs.h"
 #include "core/matmul.h"
 
 namespace {
@@ -25,6 +26,7 @@ struct Case {
   const char* name;
   int bits, values, scale_kind;
   int64_t block;
+  const Codec* codec = nullptr;
 };
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -32,7 +34,7 @@ double seconds() { return std::chrono::duration<double>(std::chrono::steady_cloc
 // One case: of `m` rows of `x`, or transposed if that is negative.
 struct Data {
   std::vector<uint8_t> codes, scale;
-  std::vector<float> table, x, y;
+  std::vector<float> table, x, y, from_126, from_128;  // the last two are integers
 };
 
 Problem problem_of(const Case& c, int64_t n, int64_t k, int64_t m, bool coarse, Data& data) {
@@ -47,7 +49,8 @@ Problem problem_of(const Case& c, int64_t n, int64_t k, int64_t m, bool coarse, 
   p.values = c.values;
   p.scale_kind = c.scale_kind;
   p.block_size = c.block ? c.block : k;
-  p.words = k * c.bits / 8;
+  p.codec = c.codec;
+  p.words = row_bytes(&p);
   p.blocks = k / p.block_size;
   p.x_row = p.transpose ? n : k;
   p.y_row = p.transpose ? k : n;
@@ -57,6 +60,7 @@ Problem problem_of(const Case& c, int64_t n, int64_t k, int64_t m, bool coarse, 
   p.codes = data.codes.data();
   p.scale = data.scale.data();
   p.table = data.table.data();
+  if (c.codec != nullptr) p.table = c.codec->kind == kTrellis ? data.from_126.data() : data.from_128.data();
   return p;
 }
 
@@ -85,20 +89,37 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 5;
   const char* only = argc > 2 ? argv[2] : nullptr;
   const bool coarse = argc > 3;
-  const Case cases[] = {
-      {"nf4", 4, 0, kScaleFloat32, 64},   {"mxfp4", 4, 0, kScaleE8M0, 32},       {"nvfp4", 4, 0, kScaleE4M3, 16},
-      {"q4_0", 4, 0, kScaleFloat16, 32},  {"int2", 2, 0, kScaleFloat32, 64},     {"ternary", 2, 0, kScaleFloat32, 0},
-      {"binary", 1, 0, kScaleFloat32, 0}, {"int8", 8, 1, kScaleFloat32, 0},      {"fp8", 8, 2, kScaleFloat32, 0},
-      {"mxfp8", 8, 2, kScaleE8M0, 32},    {"dynamic8", 8, 0, kScaleFloat32, 256}};
+  const Case cases[] = {{"nf4", 4, 0, kScaleFloat32, 64},
+                        {"mxfp4", 4, 0, kScaleE8M0, 32},
+                        {"nvfp4", 4, 0, kScaleE4M3, 16},
+                        {"q4_0", 4, 0, kScaleFloat16, 32},
+                        {"int2", 2, 0, kScaleFloat32, 64},
+                        {"ternary", 2, 0, kScaleFloat32, 0},
+                        {"binary", 1, 0, kScaleFloat32, 0},
+                        {"int8", 8, 1, kScaleFloat32, 0},
+                        {"fp8", 8, 2, kScaleFloat32, 0},
+                        {"mxfp8", 8, 2, kScaleE8M0, 32},
+                        {"dynamic8", 8, 0, kScaleFloat32, 256},
+                        {"trellis2", 8, 1, kScaleFloat32, 0, &all_codecs()[1].codec},
+                        {"grid of 8", 8, 1, kScaleFloat32, 32, &all_codecs()[4].codec}};
   const Case integers[] = {{"int8", 8, 1, kScaleFloat32, 0},    {"q8_0", 8, 1, kScaleFloat16, 32},
                            {"int4", 4, 0, kScaleFloat32, 64},   {"q4_0", 4, 0, kScaleFloat16, 32},
                            {"ternary", 2, 0, kScaleFloat32, 0}, {"binary", 1, 0, kScaleFloat32, 0}};
   const int64_t n = 1024, k = 4096;
   std::mt19937 random(0);
-  Data data = {std::vector<uint8_t>(n * k), std::vector<uint8_t>(n * k, 60), std::vector<float>(256),
-               std::vector<float>(2048 * k), std::vector<float>(2048 * k)};
+  Data data = {std::vector<uint8_t>(n * k),
+               std::vector<uint8_t>(n * k, 60),
+               std::vector<float>(256),
+               std::vector<float>(2048 * k),
+               std::vector<float>(2048 * k),
+               {},
+               {}};
   for (auto& c : data.codes) c = static_cast<uint8_t>(random() & 0x77);
   for (auto& t : data.table) t = static_cast<float>(random() % 1000) / 500 - 1;
+  for (int i = 0; i < 256; ++i) {
+    data.from_126.push_back(static_cast<float>(i - 126));
+    data.from_128.push_back(static_cast<float>(i - 128));
+  }
   for (auto& v : data.x) v = static_cast<float>(random() % 1000) / 500 - 1;
   std::vector<float> whole(256);
   NoPool pool;

@@ -271,7 +271,9 @@ Made make(Random& random, const Cell* cell = nullptr) {
       static_cast<int>(below(random, 4));  // tables of integers, or of parts of them, have kernels of their own
   for (int i = 0; i < codes; ++i) {
     switch (p.values) {
-      case kValueInteger: a.table[i] = static_cast<float>(i - codes / 2); break;
+      case kValueInteger:
+        a.table[i] = static_cast<float>(i - (p.codec != nullptr && p.codec->kind == kTrellis ? 126 : codes / 2));
+        break;
       case kValueE4M3: a.table[i] = (i & 127) == 127 ? NAN : static_cast<float>(small_float(i, 4, 3, 7, true)); break;
       case kValueE5M2: a.table[i] = (i & 127) >= 124 ? NAN : static_cast<float>(small_float(i, 5, 2, 15, true)); break;
       default:

@@ -136,6 +136,18 @@ void add_codecs() {
     form.scale_block = 8;
     form.scale_integers = true;
     by_methods(one.name + "/scales of scales", form, [](Product& product) { product.selected = {1, 0}; });
+    form.scale_bits = 0;
+    for (const int64_t block : {128, 384}) {  // whole segments
+      form.block = block;
+      for (const int type : {kFloat32, kBFloat16, kFloat16})
+        test("matmul/" + one.name + "/blocks of " + to_string(block) + "/" + kScaleNames[type], [=](const Isa& isa) {
+          Product product(Weight(form), kMethods[0], 2);
+          product.x_type = type;
+          product.layout.x_by_columns = block == 128;
+          product.layout.gap = 3;
+          product.check(isa);
+        });
+    }
   }
 }
 

@@ -191,6 +191,8 @@ template <typename Pool>
 bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
   threads = useful_threads(problem, threads);
+  const MatmulKernel* packed = problem.codec != nullptr ? isa.slabs->packed : nullptr;
+  if (packed != nullptr && packed->accepts(&problem)) return run_whole(*packed, problem, pool, threads);
   const Slabs slabs(problem, threads);
   const Problem seen = slabs.needed() ? slabs.slab(problem, 0, 0, &problem) : problem;  // by kernels
   Problem all = seen;

@@ -3,7 +3,7 @@
 
 #include "slabs/grid.h"
 #include "slabs/slabs.h"
-#include "slabs/trellis.h"
+#include "slabs/trellis_row.h"
 #include "slabs/unpack.h"
 
 namespace {
@@ -175,6 +175,6 @@ void add_products_transposed(const Problem* slab, const float* offsets, float* r
 }  // namespace
 
 namespace EQQUANT_ISA {
-extern const SlabKernel kSlabs = {join_rows,   zeros_of_rows, scales_of_rows,         add_multiple,
-                                  sums_of_row, add_products,  add_products_transposed};
+extern const SlabKernel kSlabs = {join_rows,   zeros_of_rows, scales_of_rows,          add_multiple,
+                                  sums_of_row, add_products,  add_products_transposed, kPacked};
 }

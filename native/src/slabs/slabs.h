@@ -29,6 +29,8 @@ typedef struct SlabKernel {
   void (*add)(const Problem* slab, const float* offsets, const float* sums);
   // The same, transposed. `room` has two floats for each block.
   void (*add_transposed)(const Problem* slab, const float* offsets, float* room);
+  // What multiplies some weights with codes of several values as they are, without slabs; or null.
+  const MatmulKernel* packed;
 } SlabKernel;
 
 // How a weight is divided into slabs.

@@ -18,6 +18,9 @@ namespace {
 constexpr int kTrellisValues = 128;      // of a segment
 constexpr int64_t kTrellisAhead = 4096;  // bytes to the prefetched codes
 constexpr uint16_t kWindow = 0x0fff, kSixBits = 0x3f3f;
+// With a sum in its low half and this in the upper one, a float is `kLarge` and the sum.
+constexpr uint16_t kExponent = 0x4b00;
+constexpr float kLarge = 0x1p23f;
 
 #if defined(__AVX512BW__)
 
@@ -37,6 +40,14 @@ struct TrellisVector {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srlv_epi32(a, right), _mm512_sllv_epi32(a, left));
   }
   EQQ_INLINE I shuffle(I a, I places) { return _mm512_shuffle_epi8(a, places); }
+  // Adds products of sums, and `kLarge`, less `middle`, with numbers of x: those of the first four of eight first.
+  using F = __m512;
+  EQQ_INLINE F multiply(I sums, F middle, const float* x, F acc) {
+    const I exponent = all(kExponent);
+    const F lower = _mm512_sub_ps(_mm512_castsi512_ps(_mm512_unpacklo_epi16(sums, exponent)), middle);
+    const F upper = _mm512_sub_ps(_mm512_castsi512_ps(_mm512_unpackhi_epi16(sums, exponent)), middle);
+    return _mm512_fmadd_ps(upper, _mm512_loadu_ps(x + 16), _mm512_fmadd_ps(lower, _mm512_loadu_ps(x), acc));
+  }
   EQQ_INLINE void store(uint8_t* out, I a, I b) {
     const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     _mm512_storeu_si512(out, _mm512_permutexvar_epi64(order, _mm512_packus_epi16(a, b)));
@@ -59,6 +70,13 @@ struct TrellisVector {
     return _mm256_blend_epi16(_mm256_srlv_epi32(a, right), _mm256_sllv_epi32(a, left), 0xaa);
   }
   EQQ_INLINE I shuffle(I a, I places) { return _mm256_shuffle_epi8(a, places); }
+  using F = __m256;
+  EQQ_INLINE F multiply(I sums, F middle, const float* x, F acc) {
+    const I exponent = all(kExponent);
+    const F lower = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_unpacklo_epi16(sums, exponent)), middle);
+    const F upper = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_unpackhi_epi16(sums, exponent)), middle);
+    return _mm256_fmadd_ps(upper, _mm256_loadu_ps(x + 8), _mm256_fmadd_ps(lower, _mm256_loadu_ps(x), acc));
+  }
   EQQ_INLINE void store(uint8_t* out, I a, I b) {
     _mm256_storeu_si256(reinterpret_cast<I*>(out), _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8));
   }
@@ -115,17 +133,17 @@ struct Trellis {
     for (int i = 0; i < 4; ++i) place[i] = _mm512_loadu_si512(kPlaces.place[i]);
   }
 
-  EQQ_INLINE void decode(const Trellis& t, const uint8_t* segment, uint8_t* out) {
+  // The codes of a vector of a segment, of 16 bits each; and which one is at a place of it.
+  template <int kIndex>
+  EQQ_INLINE I sums(const Trellis& t, const uint8_t* segment) {
     const I bytes = _mm512_maskz_loadu_epi8(~uint64_t{0} >> (64 - 16 * kBits), segment);
-    I sums[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const I windows = _mm512_multishift_epi64_epi8(t.shift, _mm512_permutexvar_epi8(t.place[i], bytes));
-      sums[i] = TrellisHash::sums(t.hash, windows);
-    }
-    _mm512_storeu_si512(out, _mm512_packus_epi16(sums[0], sums[1]));
-    _mm512_storeu_si512(out + 64, _mm512_packus_epi16(sums[2], sums[3]));
+    return TrellisHash::sums(t.hash,
+                             _mm512_multishift_epi64_epi8(t.shift, _mm512_permutexvar_epi8(t.place[kIndex], bytes)));
   }
+  static constexpr int value_at(int vector, int place) {
+    return vector / 2 * 64 + place / 8 * 16 + vector % 2 * 8 + place % 8;
+  }
+  EQQ_INLINE void store(uint8_t* out, I a, I b) { _mm512_storeu_si512(out, _mm512_packus_epi16(a, b)); }
 };
 
 #elif defined(__AVX2__)
@@ -186,14 +204,23 @@ struct Trellis {
     const V::I bytes = V::shuffle(vector_from<kBits, kIndex * V::kValues * kBits / 8>(segment), t.place);
     return TrellisHash::sums(t.hash, V::shift(bytes, t.right, t.left));
   }
-  template <int kIndex = 0>
-  EQQ_INLINE void decode(const Trellis& t, const uint8_t* segment, uint8_t* out) {
-    if constexpr (kIndex * V::kValues < kTrellisValues) {
-      V::store(out + kIndex * V::kValues, sums<kIndex>(t, segment), sums<kIndex + 1>(t, segment));
-      decode<kIndex + 2>(t, segment, out);
-    }
-  }
+  static constexpr int value_at(int vector, int place) { return vector * V::kValues + place; }
+  EQQ_INLINE void store(uint8_t* out, V::I a, V::I b) { V::store(out, a, b); }
 };
+
+#endif
+
+#if defined(__AVX2__)
+
+template <int kBits, int kIndex = 0>
+EQQ_INLINE void decode_segment(const Trellis<kBits>& t, const uint8_t* segment, uint8_t* out) {
+  using T = Trellis<kBits>;
+  if constexpr (kIndex * TrellisVector::kValues < kTrellisValues) {
+    T::store(out + kIndex * TrellisVector::kValues, T::template sums<kIndex>(t, segment),
+             T::template sums<kIndex + 1>(t, segment));
+    decode_segment<kBits, kIndex + 2>(t, segment, out);
+  }
+}
 
 #else
 
@@ -203,28 +230,36 @@ struct Trellis {
 
   explicit Trellis(uint32_t multiplier)
       : low(static_cast<uint16_t>(multiplier)), high(static_cast<uint16_t>(multiplier >> 16)) {}
-
-  EQQ_INLINE void decode(const Trellis& t, const uint8_t* segment, uint8_t* out) {
-    uint16_t windows[kTrellisValues];
-    uint8_t circle[16 * kBits + 8];
-    memcpy(circle, segment, 16 * kBits);
-    memcpy(circle + 16 * kBits, segment, 8);
-    for (int i = 0; i < kTrellisValues; i += 8) {
-      uint64_t bits = 0;
-      for (int j = 0; j < 8; ++j) bits |= static_cast<uint64_t>(circle[i * kBits / 8 + j]) << 8 * j;
-      for (int j = 0; j < 8; ++j) windows[i + j] = bits >> j * kBits & kWindow;
-    }
-    for (int i = 0; i < kTrellisValues; ++i) {
-      const uint16_t upper = static_cast<uint16_t>((static_cast<uint32_t>(windows[i]) * t.low >> 16) +
-                                                   static_cast<uint32_t>(windows[i]) * t.high);
-      const uint16_t sums =
-          static_cast<uint16_t>((static_cast<uint32_t>(windows[i]) * t.low & kSixBits) + (upper & kSixBits));
-      out[i] = static_cast<uint8_t>(sums + (sums >> 8));
-    }
-  }
 };
 
+template <int kBits>
+EQQ_INLINE void decode_segment(const Trellis<kBits>& t, const uint8_t* segment, uint8_t* out) {
+  uint16_t windows[kTrellisValues];
+  uint8_t circle[16 * kBits + 8];
+  memcpy(circle, segment, 16 * kBits);
+  memcpy(circle + 16 * kBits, segment, 8);
+  for (int i = 0; i < kTrellisValues; i += 8) {
+    uint64_t bits = 0;
+    for (int j = 0; j < 8; ++j) bits |= static_cast<uint64_t>(circle[i * kBits / 8 + j]) << 8 * j;
+    for (int j = 0; j < 8; ++j) windows[i + j] = bits >> j * kBits & kWindow;
+  }
+  for (int i = 0; i < kTrellisValues; ++i) {
+    const uint16_t upper = static_cast<uint16_t>((static_cast<uint32_t>(windows[i]) * t.low >> 16) +
+                                                 static_cast<uint32_t>(windows[i]) * t.high);
+    const uint16_t sums =
+        static_cast<uint16_t>((static_cast<uint32_t>(windows[i]) * t.low & kSixBits) + (upper & kSixBits));
+    out[i] = static_cast<uint8_t>(sums + (sums >> 8));
+  }
+}
+
 #endif
+
+// A segment with fewer values, as one of all.
+template <int kBits>
+EQQ_INLINE void repeat_circle(const uint8_t* segment, int64_t values, uint8_t* out) {
+  const int64_t size = div_up(min64(values, kTrellisValues), 16) * 2 * kBits;
+  for (int64_t i = 0; i < 16 * kBits; ++i) out[i] = segment[i % size];
+}
 
 // Values `first` to `last` of a row of `length`, where `first` begins a segment.
 template <int kBits>
@@ -235,14 +270,12 @@ EQQ_INLINE void decode_trellis_row(uint32_t multiplier, const uint8_t* packed, i
   const uint8_t* bytes = packed + first / kTrellisValues * kSize;
   for (; last - first >= kTrellisValues; first += kTrellisValues, bytes += kSize, out += kTrellisValues) {
     __builtin_prefetch(bytes + kTrellisAhead);
-    Trellis<kBits>::decode(trellis, bytes, out);
+    decode_segment(trellis, bytes, out);
   }
   if (first == last) return;
-  // A shorter segment, whose circle is repeated.
-  const int64_t size = div_up(min64(length - first, kTrellisValues), 16) * 2 * kBits;
   uint8_t circle[kSize], values[kTrellisValues];
-  for (int64_t i = 0; i < kSize; ++i) circle[i] = bytes[i % size];
-  Trellis<kBits>::decode(trellis, circle, values);
+  repeat_circle<kBits>(bytes, length - first, circle);
+  decode_segment(trellis, circle, values);
   memcpy(out, values, last - first);
 }
 

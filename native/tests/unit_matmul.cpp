@@ -126,9 +126,15 @@ void add_codecs() {
     form.k = 1100;
     form.block = form.k;
     form.row_scales = true;
-    by_methods(one.name + "/one scale for each row", form);
-    form.row_scales = false;
     form.stack = 2;
+    by_methods(one.name + "/one scale for each row", form, [](Product& product) { product.selected = {1, 0}; });
+    for (const double number : {double{NAN}, double{INFINITY}, 1e30, 1e-30})
+      test("matmul/" + one.name + "/one row with " + to_string(number), [=](const Isa& isa) {
+        Product product(Weight(form), kMethods[0], 2);
+        product.x_at(1, 7) = number;
+        product.check(isa);
+      });
+    form.row_scales = false;
     form.n = 70;  // several slabs
     form.k = 700;
     form.block = 32;

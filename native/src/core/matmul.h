@@ -192,7 +192,8 @@ bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
   threads = useful_threads(problem, threads);
   const MatmulKernel* packed = problem.codec != nullptr ? isa.slabs->packed : nullptr;
-  if (packed != nullptr && packed->accepts(&problem)) return run_whole(*packed, problem, pool, threads);
+  while (packed != nullptr && !packed->accepts(&problem)) packed = packed->fallback;
+  if (packed != nullptr) return run_whole(*packed, problem, pool, threads);
   const Slabs slabs(problem, threads);
   const Problem seen = slabs.needed() ? slabs.slab(problem, 0, 0, &problem) : problem;  // by kernels
   Problem all = seen;

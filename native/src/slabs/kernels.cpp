@@ -4,6 +4,7 @@
 #include "slabs/grid.h"
 #include "slabs/slabs.h"
 #include "slabs/trellis_row.h"
+#include "slabs/trellis_slices.h"
 #include "slabs/unpack.h"
 
 namespace {

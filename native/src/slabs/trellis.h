@@ -94,12 +94,12 @@ struct TrellisHash {
   explicit TrellisHash(uint32_t multiplier)
       : low(V::all(static_cast<uint16_t>(multiplier))), high(V::all(static_cast<uint16_t>(multiplier >> 16))) {}
 
-  // `windows` may have further bits.
-  EQQ_INLINE V::I sums(const TrellisHash& h, V::I windows) {
+  // Sums of two bytes each, which are to be added. `windows` may have further bits.
+  EQQ_INLINE V::I pairs(const TrellisHash& h, V::I windows) {
     windows = V::bit_and(windows, h.window);
     const V::I lower = V::mul_low(windows, h.low);
     const V::I upper = V::add(V::mul_high(windows, h.low), V::mul_low(windows, h.high));
-    return V::add_bytes(V::add(V::bit_and(lower, h.six), V::bit_and(upper, h.six)));
+    return V::add(V::bit_and(lower, h.six), V::bit_and(upper, h.six));
   }
 };
 
@@ -133,12 +133,12 @@ struct Trellis {
     for (int i = 0; i < 4; ++i) place[i] = _mm512_loadu_si512(kPlaces.place[i]);
   }
 
-  // The codes of a vector of a segment, of 16 bits each; and which one is at a place of it.
+  // The codes of a vector of a segment, as pairs of bytes; and which one is at a place of it.
   template <int kIndex>
-  EQQ_INLINE I sums(const Trellis& t, const uint8_t* segment) {
+  EQQ_INLINE I pairs(const Trellis& t, const uint8_t* segment) {
     const I bytes = _mm512_maskz_loadu_epi8(~uint64_t{0} >> (64 - 16 * kBits), segment);
-    return TrellisHash::sums(t.hash,
-                             _mm512_multishift_epi64_epi8(t.shift, _mm512_permutexvar_epi8(t.place[kIndex], bytes)));
+    return TrellisHash::pairs(t.hash,
+                              _mm512_multishift_epi64_epi8(t.shift, _mm512_permutexvar_epi8(t.place[kIndex], bytes)));
   }
   static constexpr int value_at(int vector, int place) {
     return vector / 2 * 64 + place / 8 * 16 + vector % 2 * 8 + place % 8;
@@ -200,9 +200,9 @@ struct Trellis {
   explicit Trellis(uint32_t multiplier) : hash(multiplier) {}
 
   template <int kIndex>
-  EQQ_INLINE V::I sums(const Trellis& t, const uint8_t* segment) {
+  EQQ_INLINE V::I pairs(const Trellis& t, const uint8_t* segment) {
     const V::I bytes = V::shuffle(vector_from<kBits, kIndex * V::kValues * kBits / 8>(segment), t.place);
-    return TrellisHash::sums(t.hash, V::shift(bytes, t.right, t.left));
+    return TrellisHash::pairs(t.hash, V::shift(bytes, t.right, t.left));
   }
   static constexpr int value_at(int vector, int place) { return vector * V::kValues + place; }
   EQQ_INLINE void store(uint8_t* out, V::I a, V::I b) { V::store(out, a, b); }
@@ -212,12 +212,17 @@ struct Trellis {
 
 #if defined(__AVX2__)
 
+template <int kBits, int kIndex>
+EQQ_INLINE TrellisVector::I trellis_sums(const Trellis<kBits>& t, const uint8_t* segment) {
+  return TrellisVector::add_bytes(Trellis<kBits>::template pairs<kIndex>(t, segment));
+}
+
 template <int kBits, int kIndex = 0>
 EQQ_INLINE void decode_segment(const Trellis<kBits>& t, const uint8_t* segment, uint8_t* out) {
   using T = Trellis<kBits>;
   if constexpr (kIndex * TrellisVector::kValues < kTrellisValues) {
-    T::store(out + kIndex * TrellisVector::kValues, T::template sums<kIndex>(t, segment),
-             T::template sums<kIndex + 1>(t, segment));
+    T::store(out + kIndex * TrellisVector::kValues, trellis_sums<kBits, kIndex>(t, segment),
+             trellis_sums<kBits, kIndex + 1>(t, segment));
     decode_segment<kBits, kIndex + 2>(t, segment, out);
   }
 }

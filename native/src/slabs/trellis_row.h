@@ -56,8 +56,8 @@ struct TrellisRow {
   EQQ_INLINE void multiply_segment(const Trellis<kBits>& t, const uint8_t* segment, V::F middle, const float* x,
                                    V::F* acc) {
     if constexpr (kIndex * V::kValues < kTrellisValues) {
-      acc[kIndex % 2] = V::multiply(Trellis<kBits>::template sums<kIndex>(t, segment), middle, x + kIndex * V::kValues,
-                                    acc[kIndex % 2]);
+      acc[kIndex % 2] =
+          V::multiply(trellis_sums<kBits, kIndex>(t, segment), middle, x + kIndex * V::kValues, acc[kIndex % 2]);
       multiply_segment<kBits, kIndex + 1>(t, segment, middle, x, acc);
     }
   }
@@ -107,7 +107,9 @@ struct TrellisRow {
 };
 
 constexpr MatmulKernel kTrellisRow = {TrellisRow::plan, TrellisRow::prepare, TrellisRow::run, TrellisRow::accepts};
+#if !defined(__AVX512VBMI__)
 constexpr const MatmulKernel* kPacked = &kTrellisRow;
+#endif
 
 #else
 

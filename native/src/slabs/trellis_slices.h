@@ -118,7 +118,7 @@ struct TrellisSlices {
       I acc[kSlices] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
       int64_t left = p.k;
       for (; left >= kTrellisValues; left -= kTrellisValues, bytes += kSize, x += 2 * kSlices * kTrellisValues) {
-        _mm_prefetch(bytes + kTrellisAhead, _MM_HINT_T0);
+        TrellisRow::S::prefetch(bytes + kTrellisAhead);
         multiply_segment<kBits>(trellis, bytes, x, acc);
       }
       if (left > 0) {

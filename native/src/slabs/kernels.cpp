@@ -91,7 +91,10 @@ void scales_of_rows(const Problem* problem, bool offsets, bool consecutive, int6
       if (consecutive && (size == 8 || size % kLanes == 0) && at % size == 0) {
         scale_integers(codes, count, low, room + at / size, size, to);
       } else {
-        for (int64_t j = 0; j < count; ++j) to[j] = p.scale_table[codes[j]] * room[(at + j) / size];
+        for (int64_t j = 0; j < count;) {  // a division for each scale would take longer than decoding its codes
+          const int64_t block = (at + j) / size, end = min64((block + 1) * size - at, count);
+          for (; j < end; ++j) to[j] = p.scale_table[codes[j]] * room[block];
+        }
       }
     }
 }

@@ -282,6 +282,15 @@ def test_without_the_wrapper_scaling_is_current(operands):
     np.testing.assert_allclose(after, magnitudes(x, model["w"].array, dy), rtol=1e-6)
 
 
+def test_a_new_state_keeps_the_amax_of_the_model(operands):
+    """The amax of a trained model has the margin already."""
+    x, w, dy = operands
+    amax = 4 * magnitudes(x, w, dy)
+    model, optim = delayed(w, largest=amax), eqq.delayed_scaling(optax.sgd(0.0), margin=1.0)
+    updates, _ = optim.update(jax.grad(product)(model, x, dy), optim.init(model), model)
+    np.testing.assert_array_equal(eqx.apply_updates(model, updates)["w"].amax, amax)
+
+
 def test_composes_with_other_wrappers(operands):
     x, w, dy = operands
     expected = magnitudes(x, w, dy)

@@ -139,6 +139,16 @@ def test_scales_of_128_by_128_values(tmp_path):
     assert_same(checkpoint["l.weight"], q)
 
 
+def test_scales_that_the_dtype_of_the_weight_cannot_hold(tmp_path):
+    """They stay in float32. In float16 the first would be zero."""
+    for dtype, value in (("float16", 6e-8), ("bfloat16", 1)):
+        q = eqq.quantize(jnp.full((16, 64), value, dtype), eqq.Int4(32))
+        for dialect in ("compressed-tensors", "gptq"):
+            folder = tmp_path / f"{dialect}-{dtype}"
+            folder.mkdir()
+            assert_same(write(folder, {"l.weight": q}, dialect)["l.weight"], q)
+
+
 @pytest.mark.parametrize(
     "shape, block, nested",
     [((3, 2048), 32, True), ((1, 8500), 32, True), ((2, 16_384), 32, True), ((3, 192), 32, False)],

@@ -48,8 +48,10 @@ def test_analyze_error(name, getkey):
 
 
 def test_many_values_are_summed_in_pieces(getkey):
-    x = np.asarray(weights(getkey(), (700, 600)))
-    close(analysis.analyze_error(x, x * np.float32(0.5)).mse, 0.25 * np.mean(np.float64(x) ** 2), 1e-6)
+    x = np.asarray(weights(getkey(), (700, 600)), np.float64)
+    error, size = analysis.analyze_error(x, 0.5 * x), np.abs(x)
+    close([error.mse, error.mae, error.max_error], [0.25 * (x**2).mean(), 0.5 * size.mean(), 0.5 * size.max()], 1e-9)
+    close([error.cosine, error.outlier_rate], [1, (size > 0.2 * error.rms).mean()], 1e-9)
 
 
 def test_an_exact_copy_and_zeros():

@@ -269,6 +269,14 @@ def test_codes_use_the_stored_scale(getkey, dtype, method):
         np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(again.dequantize()))
 
 
+def test_zero_points_are_codes_of_the_stored_scale(getkey):
+    """By the scale before its rounding some lie a step off, and the least value of the block is clipped."""
+    x = weights(getkey(), (4, 2048))
+    q = eqq.quantize(x, eqq.Int8(64, symmetric=False, scale_dtype="bfloat16"))
+    low = np.asarray(x).reshape(4, 32, 64).min(axis=-1)
+    np.testing.assert_array_equal(q.zero_point, np.rint(-low / np.asarray(q.scale)))
+
+
 def test_quantized_scales_have_no_other_dtype():
     with pytest.raises(ValueError, match="must be float32 with `double_quant`"):
         eqq.NF4(double_quant=True, scale_dtype="float16")

@@ -361,6 +361,21 @@ def test_stacked_layers_under_scan():
             x = jnp.tanh(jax.vmap(jtu.tree_map(lambda a, n=n: a[n], stack))(x))
 
 
+def test_groups_of_stacked_layers():
+    """Six layers as two groups of three, in the program or in the weight."""
+    w, data = normal(6, 8, 8), normal(5, 8, seed=1)
+    step = lambda x, w: (jnp.tanh(x @ w.T), None)
+    in_groups = lambda w, x: jax.lax.scan(lambda x, group: jax.lax.scan(step, x, group), x, w.reshape(2, 3, 8, 8))[0]
+    at_once = lambda w, x: jax.lax.scan(step, x, w.reshape(6, 8, 8))[0]
+    for shape, run in (((6, 8, 8), in_groups), ((2, 3, 8, 8), at_once)):
+        leaf = collect_stats({"w": w.reshape(shape)}, [data], apply=lambda model, x, run=run: run(model["w"], x))["w"]
+        assert leaf.rows.shape == shape[:-2] and (leaf.rows == 5).all()
+        x = data
+        for mean, layer in zip(leaf.mean.reshape(6, 8), w, strict=True):
+            close(mean, x.mean(axis=0))
+            x = step(x, layer)[0]
+
+
 def test_ensembles():
     ensemble = eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 2, 8, 1, key=key))(jr.split(jr.key(0), 3))
     data, each = batches(4), normal(3, 6, 4)

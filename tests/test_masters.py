@@ -292,10 +292,10 @@ def test_stochastic_rounding_keeps_small_steps_on_average(getkey):
 
 
 def test_stochastic_rounding_is_new_at_every_step_and_reproducible(getkey):
-    q, key = eqq.quantize(weights(getkey(), (8, 64)), "int4"), getkey()
-    runs = []
+    w, key = weights(getkey(), (8, 64)), getkey()
+    q, runs = eqq.quantize(w, "int4"), []
     for _ in range(2):
-        optim = eqq.float_masters(optax.sgd(0.0), key=key)
+        optim = eqq.float_masters(optax.sgd(0.0), masters=w, key=key)
         state, p, codes = optim.init(q), q, []
         start = state.masters
         for _ in range(3):
@@ -305,6 +305,8 @@ def test_stochastic_rounding_is_new_at_every_step_and_reproducible(getkey):
         assert jnp.all(state.masters == start)
         runs.append(codes)
     np.testing.assert_array_equal(runs[0], runs[1])
+    first, second, third = runs[0]
+    assert (first != second).any() and (second != third).any()
 
 
 # State

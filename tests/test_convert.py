@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
 from eqquant_cli.main import main
@@ -151,6 +151,23 @@ def test_tokenizers_for_llama_cpp(folder):
     assert about["model"] == "llama" and about["add_space_prefix"] and about["add_bos_token"]
     assert list(about["token_type"]) == [2, 3, 6, 1, 1, 1, 1, 5] and about["unknown_token_id"] == 0
     assert list(about["scores"]) == [-2, -2, -2, -2, -2, -1, 0, -2]
+
+
+def test_shared_keys_and_scaled_rotations_for_llama_cpp(folder):
+    """Two heads of queries share the keys. Frequencies of Llama 3 are divided as `transformers` scales them."""
+    tensors, keys = load_file(folder / "model.safetensors"), np.arange(32 * 64, dtype=np.float32).reshape(32, 64)
+    shared = {f"model.layers.0.self_attn.{part}_proj.weight": keys for part in "kv"}
+    save_file({**tensors, **shared}, folder / "model.safetensors")
+    scaling = {**LLAMA3, "original_max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "num_key_value_heads": 1, "rope_scaling": scaling}))
+    out = to_gguf(folder)
+    np.testing.assert_array_equal(out["blk.0.attn_k.weight"][:4], keys[[0, 16, 1, 17]])
+    np.testing.assert_array_equal(out["blk.0.attn_v.weight"], keys)
+    frequencies = 10_000.0 ** (-np.arange(0, 32, 2) / 32)
+    turns = 512 * frequencies / (2 * np.pi)
+    between = (turns - 1) / (4 - 1) * frequencies + (4 - turns) / (4 - 1) * frequencies / 8
+    scaled = np.where(turns > 4, frequencies, np.where(turns < 1, frequencies / 8, between))
+    np.testing.assert_allclose(out["rope_freqs.weight"], frequencies / scaled, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -28,3 +28,4 @@ from .iq import (
 )
 from .microscaling import MXFP4 as MXFP4, MXFP8 as MXFP8, NVFP4 as NVFP4
 from .mlx import MLX as MLX
+from .trellis import Trellis as Trellis

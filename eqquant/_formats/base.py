@@ -199,6 +199,8 @@ class AbstractVectorFormat(AbstractFormat):
     """
 
     segment: AbstractClassVar[int]
+    # What errors name.
+    methods: ClassVar[str] = "AbsMax, MSE, JointMSE and HQQ"
 
     @property
     @abc.abstractmethod
@@ -238,9 +240,31 @@ class AbstractVectorFormat(AbstractFormat):
         """
         raise ValueError(
             f"{leaf and f'{leaf}: '}`format` must have a code for each value, which is rounded alone here. Got "
-            f"{self!r}, whose codes stand for several values. It takes the methods AbsMax, MSE, JointMSE and HQQ, and "
-            'rounds to nearest; for others take a format such as "q2_k" or "int3".'
+            f"{self!r}, whose codes stand for several values. It takes the methods {self.methods}, and rounds to "
+            'nearest; for others take a format such as "q2_k" or "int3".'
         )
+
+
+class AbstractSequenceFormat(AbstractVectorFormat):
+    """A format whose codes are found by a search along a row, a value after another.
+
+    So the search can correct the error of each value in the values that follow, for [`eqquant.GPTQ`][].
+    """
+
+    methods: ClassVar[str] = "AbsMax, MSE, JointMSE, HQQ and GPTQ"
+
+    @abc.abstractmethod
+    def encode_row(
+        self,
+        values: Float32[Array, "*batch length"],
+        weights: Float32[Array, "*batch length"] | None = None,
+        feedback: Float32[Array, "length length"] | None = None,
+    ) -> UInt8[Array, "*batch bytes"]:
+        """Returns the packed codes of the sequences of least squared error.
+
+        `feedback[i, j]` says how much of the error of value `i` is subtracted from value `j` after it. Then a row has
+        at most `segment` values.
+        """
 
 
 def packed_length(format: AbstractFormat, length: int) -> int:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, UInt8
 
-from .._formats.base import AbstractFormat, Scales
+from .._formats.base import AbstractFormat, AbstractSequenceFormat, AbstractVectorFormat, Scales
 from .._numerics.batching import Index
+from .._numerics.blocks import divide
 from .absmax import AbsMax
 from .base import AbstractMethod, AbstractScaleMethod
 from .choose import Rows, ZeroPoints
@@ -26,7 +27,8 @@ class GPTQ(AbstractMethod):
 
     Rounds one column after the other, and changes the columns still to come so that they make up for its error.
     `method` chooses the scales from the original weight, so columns may come in any order, and the array need not
-    remember which. Works with every format whose codes stand for one value.
+    remember which. Works with every format whose codes stand for one value, and with [`eqquant.formats.Trellis`][], whose
+    columns keep the order of the weight: every path of its search makes up for its own errors.
 
     Columns whose input is always zero are rounded to the nearest code. If the Gram matrix is singular even with its
     damping, the damping grows tenfold until it is not.
@@ -49,7 +51,6 @@ class GPTQ(AbstractMethod):
     order: str | None = eqx.field(static=True)
     method: AbstractScaleMethod
     statistic = "gram"
-    rounds_single_values = True
 
     def __init__(
         self,
@@ -98,10 +99,14 @@ class GPTQ(AbstractMethod):
         gram = get_gram(self.inputs)
         scale, zero_point = self._choose_scales(rows, gram, format, chunk)
         scale_bits, offset_bits, grid = store(rows, scale, zero_point, format, chunk)
-        factor = lambda gram: _factor(gram, self.damping, self.order)
-        find_codes = lambda factor, columns, grid: _find_codes(factor, columns, grid, format)
-        codes = map_layers(factor, find_codes, gram, chunk, rows, grid)
+        by_sequences = isinstance(format, AbstractSequenceFormat)
+        factor = lambda gram: _factor(gram, self.damping, None if by_sequences else self.order)
+        find = _find_sequences if by_sequences else _find_codes
+        codes = map_layers(factor, lambda *args: find(*args, format), gram, chunk, rows, grid)
         return EncodedRows(codes, scale_bits, grid.zero_point, offset_bits)
+
+    def needs_single_values(self, format: AbstractFormat) -> bool:
+        return isinstance(format, AbstractVectorFormat) and not isinstance(format, AbstractSequenceFormat)
 
     def _choose_scales(
         self, rows: Rows, gram: Array, format: AbstractFormat, chunk: int | None
@@ -193,3 +198,39 @@ def _find_codes(
     _, codes = jax.lax.scan(round_columns, jnp.zeros_like(columns), jnp.arange(steps) * width)
     codes = codes.reshape(steps * width, -1)[:length]
     return jnp.zeros_like(codes).at[order].set(codes)
+
+
+def _find_sequences(
+    factor_and_order: tuple[Float32[Array, "length length"], Int[Array, " length"]],
+    columns: Float[Array, "length rows"],
+    grid: Grid,
+    format: AbstractSequenceFormat,
+) -> UInt8[Array, "bytes rows"]:
+    """Returns packed codes, found segment by segment in the order of the weight."""
+    (factor, _), columns = factor_and_order, columns.astype(jnp.float32)
+    length, segment = len(columns), format.segment
+    size = format.block_size if isinstance(format.block_size, int) else length
+
+    def encode_columns(errors: Array, first: Index, count: int) -> tuple[Array, Array]:
+        above = jax.lax.dynamic_slice_in_dim(factor, first, count, axis=1)
+        change = jnp.matmul(above.T, errors, precision=HIGHEST)
+        corrected = jax.lax.dynamic_slice_in_dim(columns, first, count) - change
+        within = jax.lax.dynamic_slice_in_dim(above, first, count)
+        diagonal = jnp.diagonal(within)
+        weights = jnp.square(jnp.min(diagonal) / diagonal)
+        scale = grid.stored_scale[first // size]
+        units = divide(corrected, jnp.broadcast_to(scale, corrected.shape))
+        packed = format.encode_row(units.T, weights, jnp.triu(within, 1) / diagonal[:, None])
+        rounded = format.decode_row(packed, count).T * scale
+        own = jax.scipy.linalg.solve_triangular(within.T, corrected - rounded, lower=True)
+        return jax.lax.dynamic_update_slice_in_dim(errors, own, first, axis=0), packed.T
+
+    count, rest = divmod(length, segment)
+    errors, codes = jnp.zeros_like(columns), []
+    if count > 0:
+        starts = jnp.arange(count) * segment
+        errors, whole = jax.lax.scan(lambda errors, first: encode_columns(errors, first, segment), errors, starts)
+        codes.append(whole.reshape(-1, columns.shape[1]))
+    if rest > 0:
+        codes.append(encode_columns(errors, count * segment, rest)[1])
+    return jnp.concatenate(codes)

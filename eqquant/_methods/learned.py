@@ -51,7 +51,6 @@ class LearnedRounding(AbstractMethod):
     rounds: int = eqx.field(static=True)
     damping: float = eqx.field(static=True)
     statistic = "gram"
-    rounds_single_values = True
 
     def __init__(
         self,
@@ -83,6 +82,9 @@ class LearnedRounding(AbstractMethod):
             raise ValueError(f"`rounds` must be a positive whole number. Got {rounds!r}.")
         self.method = GPTQ(method=MSE(), damping=damping) if method is None else method  # pyright: ignore[reportIncompatibleVariableOverride]
         self.rounds, self.damping = rounds, float(damping)
+
+    def needs_single_values(self, format: AbstractFormat) -> bool:
+        return isinstance(format, AbstractVectorFormat)
 
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None

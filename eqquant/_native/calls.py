@@ -115,6 +115,24 @@ def encode(
     return packed.reshape(*batch, packed_length)
 
 
+def encode_trellis(
+    values: Float32[Array, "*batch rows length"],
+    weights: Float32[Array, "*batch rows length"],
+    feedback: Float32[Array, "*batch length length"] | None,
+    bits: int,
+    multiplier: int,
+    packed_length: int,
+) -> UInt8[Array, "*batch rows bytes"]:
+    """Returns the packed codes of the sequences of least squared error, unless `why_not_encode`.
+
+    As `_numerics/trellis.py` says; another sequence of nearly the same error may be found.
+    """
+    result = jax.ShapeDtypeStruct((*values.shape[:-1], packed_length), jnp.uint8)
+    more = () if feedback is None else (feedback,)
+    call = jax.ffi.ffi_call(library.ENCODE_TRELLIS, result)
+    return call(values, weights, *more, bits=np.int32(bits), multiplier=np.int64(multiplier))
+
+
 def why_not_reduce(blocks: Float[Array, "*batch blocks block"]) -> str | None:
     """Returns why `reduce` cannot take blocks, or `None` if it can."""
     if blocks.dtype != jnp.float32 or blocks.size == 0:

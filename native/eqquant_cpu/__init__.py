@@ -3,5 +3,5 @@
 import pathlib
 
 
-__version__ = "0.1.9"
+__version__ = "0.1.10"
 LIBRARY = pathlib.Path(__file__).parent / "kernels.lib"

@@ -17,3 +17,14 @@ const char* check_encode(const EncodeProblem& p, char* text, size_t room) {
     EQQ_CHECK(p.codes[i] >= 0 && p.codes[i] < 1 << p.bits, "a code has more bits than %d", p.bits);
   return nullptr;
 }
+
+const char* check_trellis(const TrellisProblem& p, char* text, size_t room) {
+  EQQ_CHECK(p.bits >= 1 && p.bits <= 4, "trellis codes have 1 to 4 bits, not %d", p.bits);
+  const int64_t whole = p.k / kTrellisSegment * kTrellisSegment;
+  const int64_t length = whole + (p.k - whole + kTrellisUnit - 1) / kTrellisUnit * kTrellisUnit;
+  EQQ_CHECK(p.words == length * p.bits / 8, "rows of %lld values of %d bits do not have %lld bytes",
+            static_cast<long long>(p.k), p.bits, static_cast<long long>(p.words));
+  EQQ_CHECK(p.feedback == nullptr || p.k <= kTrellisSegment, "rows with feedback have at most %d values, not %lld",
+            kTrellisSegment, static_cast<long long>(p.k));
+  return nullptr;
+}

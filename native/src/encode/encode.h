@@ -49,10 +49,38 @@ typedef struct ReduceProblem {
   int32_t kind;
 } ReduceProblem;
 
-// As `MatmulKernel`; units need no preparation and no memory.
+// Windows of bits, and values that are encoded together: a last, shorter segment is rounded up to whole units.
+enum { kTrellisWindows = 1 << 12, kTrellisSegment = 128, kTrellisUnit = 16 };
+enum { kTrellisMostGroups = kTrellisWindows / 2 };
+
+// Trellis codes of rows; `eqquant/_numerics/trellis.py` says more.
+typedef struct TrellisProblem {
+  const float* values;    // (n, k), in units of the scales; finite
+  const float* weights;   // (n, k), of squared errors
+  const float* feedback;  // (n / rows, k, k): how much of the error of one value is taken from another; or null
+  uint8_t* y;             // (n, words)
+  int64_t n, rows, k, words;
+  int32_t bits;         // 1 to 4
+  uint32_t multiplier;  // of the hash
+} TrellisProblem;
+
+// The memory of a thread. `changes`, at the end, is needed with feedback alone.
+typedef struct TrellisMemory {
+  float table[kTrellisWindows], costs[kTrellisWindows], errors[kTrellisWindows];
+  float best[kTrellisMostGroups], targets[kTrellisMostGroups];
+  uint8_t choices[kTrellisSegment * kTrellisMostGroups];
+  float changes[2 * kTrellisMostGroups * kTrellisSegment];
+} TrellisMemory;
+
+static inline int64_t trellis_bytes(const TrellisProblem& p) {
+  return p.feedback == nullptr ? offsetof(TrellisMemory, changes) : sizeof(TrellisMemory);
+}
+
+// As `MatmulKernel`; units need no preparation, and most of them no memory.
 typedef struct EncodeKernel {
   void (*encode)(const EncodeProblem*, int64_t first_row, int64_t last_row);
   void (*reduce)(const ReduceProblem*, int64_t first_row, int64_t last_row);
+  void (*trellis)(const TrellisProblem*, int64_t first_row, int64_t last_row, TrellisMemory*);
 } EncodeKernel;
 
 // The kernel for an instruction set.
@@ -60,3 +88,4 @@ static inline const EncodeKernel& encode_kernel(const Isa& isa) { return *isa.en
 
 // The error of a problem, as a sentence in `text`; or null. Reads no array.
 const char* check_encode(const EncodeProblem& problem, char* text, size_t room);
+const char* check_trellis(const TrellisProblem& problem, char* text, size_t room);

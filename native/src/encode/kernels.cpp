@@ -3,6 +3,7 @@
 
 #include "core/vectors.h"
 #include "encode/encode.h"
+#include "encode/trellis.h"
 
 namespace {
 
@@ -210,5 +211,5 @@ void reduce_rows(const ReduceProblem* p, int64_t first_row, int64_t last_row) {
 }  // namespace
 
 namespace EQQUANT_ISA {
-extern const EncodeKernel kEncode = {encode_rows, reduce_rows};
+extern const EncodeKernel kEncode = {encode_rows, reduce_rows, encode_trellis};
 }

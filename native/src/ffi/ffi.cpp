@@ -353,6 +353,51 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisor
   return ffi::Error::Success();
 }
 
+// Arguments: values, weights of their errors, and feedback if there is any.
+ffi::Error encode_trellis(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::AnyBuffer weights, ffi::RemainingArgs rest,
+                          ffi::Result<ffi::AnyBuffer> y, int32_t bits, int64_t multiplier) {
+  const char* why = nullptr;
+  const Isa* isa = choose_isa(&why);
+  if (isa == nullptr) return bad(why);
+  Matrix xs, ws, ys;
+  if (!as_matrix(values, &xs) || !as_matrix(weights, &ws) || !as_matrix(*y, &ys))
+    return bad("arrays must have at least two dimensions");
+  const auto f32 = ffi::DataType::F32;
+  if (values.element_type() != f32 || weights.element_type() != f32 || y->element_type() != ffi::DataType::U8)
+    return bad("values and weights must be float32, and codes uint8");
+  TrellisProblem p = {};
+  p.n = xs.batch * xs.rows;
+  p.rows = xs.rows;
+  p.k = xs.columns;
+  p.words = ys.columns;
+  if (weights.element_count() != values.element_count() || ws.columns != p.k || ys.batch * ys.rows != p.n)
+    return bad("arrays differ in their rows");
+  if (rest.size() > 0) {
+    auto found = rest.get<ffi::AnyBuffer>(0);
+    Matrix fs;
+    if (!found.has_value() || found->element_type() != f32 || !as_matrix(*found, &fs) || fs.batch != xs.batch ||
+        fs.rows != p.k || fs.columns != p.k)
+      return bad("feedback must be float32, a square for each matrix of values");
+    p.feedback = static_cast<const float*>(found->untyped_data());
+  }
+  p.values = static_cast<const float*>(values.untyped_data());
+  p.weights = static_cast<const float*>(weights.untyped_data());
+  p.y = static_cast<uint8_t*>(y->untyped_data());
+  p.bits = bits;
+  p.multiplier = static_cast<uint32_t>(multiplier);
+  char text[200];
+  if (const char* wrong = check_trellis(p, text, sizeof text)) return bad(wrong);
+  const int64_t size = (trellis_bytes(p) + 63) / 64 * 64, workers = p.n < pool.num_threads() ? p.n : pool.num_threads();
+  char* memory = static_cast<char*>(allocate_aligned(workers * size));
+  if (memory == nullptr) return done(false);
+  const EncodeKernel& kernel = encode_kernel(*isa);
+  run_units(pool, p.n, workers, [&](int64_t row, int64_t worker) {
+    kernel.trellis(&p, row, row + 1, reinterpret_cast<TrellisMemory*>(memory + worker * size));
+  });
+  free_aligned(memory);
+  return ffi::Error::Success();
+}
+
 // One value of each row.
 ffi::Error reduce(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int32_t kind) {
   const char* why = nullptr;
@@ -440,6 +485,20 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_encode(XLA_FFI_CallFrame* call_frame) {
                              .Attr<ffi::Span<const int32_t>>("steps")
                              .Attr<ffi::Span<const int32_t>>("codes")
                              .To(encode)
+                             .release();
+  return handler->Call(call_frame);
+}
+
+EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_encode_trellis(XLA_FFI_CallFrame* call_frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Arg<ffi::AnyBuffer>()
+                             .RemainingArgs()
+                             .Ret<ffi::AnyBuffer>()
+                             .Attr<int32_t>("bits")
+                             .Attr<int64_t>("multiplier")
+                             .To(encode_trellis)
                              .release();
   return handler->Call(call_frame);
 }

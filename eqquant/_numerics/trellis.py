@@ -1,0 +1,225 @@
+"""Trellis codes: each value is a hash of a window of bits, which moves on by a few bits from value to value.
+
+A row is cut into segments of 128 values; a last, shorter segment is rounded up to a multiple of 16. The bits of a segment
+form a circle, numbered from the lowest of the first byte. Value `t` is the hash of the 12 bits from bit `t * bits` on.
+
+Neighboring windows share bits, so not every sequence of values has codes. Encoding looks for the best that has: the
+Viterbi algorithm, with the windows as states. As a JAX primitive, on CPU it is native code.
+"""
+
+import functools as ft
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.extend
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.interpreters import ad, batching
+from jaxtyping import Array, Float32, Int32, UInt32, UInt8
+
+from .. import _compat
+from .._native import calls
+from .._native.lowering import lower_on_cpu
+from .._types import PyTreeDef
+from .primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
+
+
+WINDOW, SEGMENT, UNIT = 12, 128, 16
+# Of 4000 random factors that of least error at two bits, for normally distributed values.
+MULTIPLIER = 0x0B9BC707
+
+encode_trellis_p = jax.extend.core.Primitive("encode_trellis")
+
+
+def packed_length(length: int, bits: int) -> int:
+    """Returns the number of bytes of a row."""
+    whole, rest = divmod(length, SEGMENT)
+    return (whole * SEGMENT + -(-rest // UNIT) * UNIT) * bits // 8
+
+
+def hash_windows(windows: UInt32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Returns the value of each window: an integer from -126 to 126, nearly normally distributed.
+
+    The sum of four random numbers of six bits, as in QTIP (https://arxiv.org/abs/2406.11235).
+    """
+    numbers = windows * np.uint32(MULTIPLIER) & np.uint32(0x3F3F3F3F)
+    return (numbers * np.uint32(0x01010101) >> np.uint32(24)).astype(jnp.int32) - 126
+
+
+@ft.lru_cache
+def values_of_windows() -> np.ndarray:
+    """Returns the values of all windows, as `hash_windows`."""
+    with np.errstate(over="ignore"):
+        numbers = np.arange(2**WINDOW, dtype=np.uint32) * np.uint32(MULTIPLIER) & np.uint32(0x3F3F3F3F)
+        return ((numbers * np.uint32(0x01010101)) >> np.uint32(24)).astype(np.float32) - 126
+
+
+def decode(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> Int32[Array, "*batch length"]:
+    """Returns the first `length` values of packed rows."""
+    *batch, nbytes = packed.shape
+    size = SEGMENT * bits // 8
+    whole = nbytes // size
+    split = whole * size
+    segments = _decode_segments(packed[..., :split].reshape(*batch, whole, size), bits)
+    last = _decode_segments(packed[..., split:], bits)
+    return jnp.concatenate([segments.reshape(*batch, whole * SEGMENT), last], axis=-1)[..., :length]
+
+
+def _decode_segments(packed: UInt8[Array, "*batch bytes"], bits: int) -> Int32[Array, "*batch values"]:
+    """Returns the values of whole segments. Eight values take as many bytes as one has bits."""
+    *batch, nbytes = packed.shape
+    words = packed.astype(jnp.uint32)
+    following = lambda n: jnp.roll(words, -n, axis=-1)
+    words = (words | following(1) << 8 | following(2) << 16).reshape(*batch, nbytes // bits, bits)
+    windows = [words[..., i * bits // 8] >> np.uint32(i * bits % 8) & np.uint32(2**WINDOW - 1) for i in range(8)]
+    return hash_windows(jnp.stack(windows, axis=-1).reshape(*batch, nbytes * 8 // bits))
+
+
+# Encoding
+
+
+class Trellis(NamedTuple):
+    """Rows to encode.
+
+    - `weights`: how much the squared error of each value counts.
+    - `feedback`: how much of the error of value `i` is subtracted from value `j` after it: `feedback[i, j]`, for all
+        rows of a segment; `None` for nothing. Errors are those of values that have been changed.
+    """
+
+    values: Float32[Array, "*batch rows length"]
+    weights: Float32[Array, "*batch rows length"]
+    feedback: Float32[Array, "*batch length length"] | None = None
+
+
+def encode(
+    values: Float32[Array, "*batch length"],
+    bits: int,
+    weights: Float32[Array, "*batch length"] | None = None,
+    feedback: Float32[Array, "length length"] | None = None,
+) -> UInt8[Array, "*batch bytes"]:
+    """Returns the packed codes of the sequences of least squared error, of finite values.
+
+    With `feedback` rows have at most a segment, and each path through the trellis makes up for its own errors.
+    """
+    *batch, length = values.shape
+    flat = lambda x: x.astype(jnp.float32).reshape(-1, length)
+    weights = jnp.ones_like(values) if weights is None else jnp.broadcast_to(weights, values.shape)
+    trellis = Trellis(flat(values), flat(weights), feedback)
+    leaves, tree = jtu.tree_flatten(_compat.vary_alike(trellis))
+    return encode_trellis_p.bind(*leaves, tree=tree, bits=bits).reshape(*batch, packed_length(length, bits))
+
+
+def _by_xla(*args: Array, tree: PyTreeDef, bits: int) -> UInt8[Array, "*batch rows bytes"]:
+    """Encodes by operations of XLA, some rows at a time."""
+    trellis: Trellis = jtu.tree_unflatten(tree, args)
+    *batch, rows, length = trellis.values.shape
+    if length == 0 or rows == 0:
+        return jnp.zeros((*batch, rows, packed_length(length, bits)), jnp.uint8)
+    if trellis.feedback is not None and batch:
+        return jax.vmap(lambda *args: _by_xla(*args, tree=tree, bits=bits))(*args)
+    whole, rest = divmod(length, SEGMENT)
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+
+    def encode_part(first: int, size: int, count: int) -> Array:
+        padding = -size % UNIT
+        part = lambda x: jnp.pad(flat(x)[:, first : first + size * count].reshape(-1, size), ((0, 0), (0, padding)))
+        feedback = trellis.feedback if trellis.feedback is None else jnp.pad(trellis.feedback, (0, padding))
+        search = lambda pair: _search_circle(*pair, feedback, bits)
+        many = 8 if feedback is not None else 64
+        windows = jax.lax.map(search, (part(trellis.values), part(trellis.weights)), batch_size=many)
+        return _pack(windows, bits).reshape(flat(trellis.values).shape[0], -1)
+
+    parts = [encode_part(0, SEGMENT, whole)] if whole else []
+    parts += [encode_part(whole * SEGMENT, rest, 1)] if rest else []
+    return jnp.concatenate(parts, axis=-1).reshape(*batch, rows, packed_length(length, bits))
+
+
+def _pack(windows: Int32[Array, "rows values"], bits: int) -> UInt8[Array, "rows bytes"]:
+    """Packs the lowest bits of each window, one after the other."""
+    rows, length = windows.shape
+    each = windows[..., None] >> jnp.arange(bits, dtype=jnp.int32) & 1
+    places = jnp.arange(8, dtype=jnp.int32)
+    return jnp.sum(each.reshape(rows, length * bits // 8, 8) << places, axis=-1).astype(jnp.uint8)
+
+
+def _search_circle(
+    values: Float32[Array, " length"],
+    weights: Float32[Array, " length"],
+    feedback: Float32[Array, "length length"] | None,
+    bits: int,
+) -> Int32[Array, " length"]:
+    """Returns the windows of the best sequence that ends where it begins.
+
+    Only nearly: the bits that the first and the last window share are those of the best sequence that begins half a
+    segment later, and ends anywhere.
+    """
+    half = len(values) // 2
+    turned = _search(jnp.roll(values, -half), jnp.roll(weights, -half), None, bits, None)
+    shared = turned[len(values) - half] & 2 ** (WINDOW - bits) - 1
+    return _search(values, weights, feedback, bits, shared)
+
+
+def _search(
+    values: Float32[Array, " length"],
+    weights: Float32[Array, " length"],
+    feedback: Float32[Array, "length length"] | None,
+    bits: int,
+    shared: Int32[Array, ""] | None,
+) -> Int32[Array, " length"]:
+    """Returns the windows of the best sequence.
+
+    `shared` are the lowest bits of its first window and the highest of its last.
+
+    A *group* are windows with the same lowest bits, which can follow the same windows.
+    """
+    length, groups, choices = len(values), 2 ** (WINDOW - bits), 2**bits
+    table = jnp.asarray(values_of_windows()).reshape(choices, groups)
+    group = jnp.arange(groups)
+    changes = jnp.zeros((groups, 0 if feedback is None else length))
+    costs = jnp.zeros(groups) if shared is None else jnp.where(group == shared, 0.0, jnp.inf)
+
+    def advance(state: tuple[Array, Array], step: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+        costs, changes = state  # of the best path to each group
+        n, value, weight, row = step
+        target = value if feedback is None else value - changes[:, n]
+        errors = target - table
+        # Windows in order: the highest bits are the new ones. The windows before a group differ in their lowest.
+        totals = (costs + weight * jnp.square(errors)).reshape(groups, choices)
+        choice = jnp.argmin(totals, axis=-1).astype(jnp.int32)
+        window = group * choices + choice
+        if feedback is not None:
+            changes = changes[window % groups] + errors.reshape(-1)[window][:, None] * row
+        return (jnp.min(totals, axis=-1), changes), choice
+
+    rows = jnp.zeros((length, 0)) if feedback is None else feedback
+    (costs, _), chosen = jax.lax.scan(advance, (costs, changes), (jnp.arange(length), values, weights, rows))
+
+    def trace(group: Array, choices_of_groups: Array) -> tuple[Array, Array]:
+        window = group * choices + choices_of_groups[group]
+        return window % groups, window
+
+    end = jnp.argmin(costs).astype(jnp.int32) if shared is None else shared
+    return jax.lax.scan(trace, end, chosen, reverse=True)[1]
+
+
+def _native(*args: Array, tree: PyTreeDef, bits: int) -> UInt8[Array, "*batch rows bytes"]:
+    """Encodes by native code, where that is installed."""
+    trellis: Trellis = jtu.tree_unflatten(tree, args)
+    if trellis.values.size == 0 or calls.why_not_encode(trellis.values, bits) is not None:
+        return _by_xla(*args, tree=tree, bits=bits)
+    return calls.encode_trellis(*trellis, bits, MULTIPLIER, packed_length(trellis.values.shape[-1], bits))
+
+
+def _abstract(*args: Any, tree: PyTreeDef, bits: int) -> jax.core.ShapedArray:
+    del tree
+    *batch, length = args[0].shape
+    return args[0].update(shape=(*batch, packed_length(length, bits)), dtype=jnp.dtype(jnp.uint8), weak_type=False)
+
+
+encode_trellis_p.def_abstract_eval(_abstract)
+encode_trellis_p.def_impl(jit_impl(encode_trellis_p, _by_xla, ["tree", "bits"]))
+ad.primitive_jvps[encode_trellis_p] = zero_tangent_jvp(encode_trellis_p)
+batching.primitive_batchers[encode_trellis_p] = leading_batching_rule(encode_trellis_p)
+lower_on_cpu(encode_trellis_p, _native, _by_xla)

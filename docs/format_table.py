@@ -29,6 +29,7 @@ _NVFP4 = (
     "[NVIDIA](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/)"
 )
 _GGUF = "[ggml](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)"
+_QTIP = "[QTIP](https://arxiv.org/abs/2406.11235)"
 _MLX = "[MLX](https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.quantize.html)"
 _TERNARY = "[BitNet b1.58](https://arxiv.org/abs/2402.17764)"
 _DYNAMIC = "[8-bit Optimizers](https://arxiv.org/abs/2110.02861)"
@@ -74,6 +75,10 @@ FORMATS: Sequence[tuple[eqq.extend.AbstractFormat, str, str]] = (
     (eqq.formats.IQ2_XXS(), "vectors of 8", _GGUF),
     (eqq.formats.IQ1_M(), "vectors of 8", _GGUF),
     (eqq.formats.IQ1_S(), "vectors of 8", _GGUF),
+    (eqq.formats.Trellis(4), "hashes of 12 bits", _QTIP),
+    (eqq.formats.Trellis(3), "hashes of 12 bits", _QTIP),
+    (eqq.formats.Trellis(2), "hashes of 12 bits", _QTIP),
+    (eqq.formats.Trellis(1), "hashes of 12 bits", _QTIP),
     (eqq.formats.TQ2_0(), r"$s = a$ in float16, codes $-1, 0, 1$", _GGUF),
     (eqq.Ternary(), r"$s = \bar a$, codes $-1, 0, 1$", _TERNARY),
     (eqq.Binary(), r"$s = \bar a$, codes $-1, 1$, none zero", _BINARY),

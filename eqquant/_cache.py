@@ -15,7 +15,8 @@ from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, Int
 from ._array.array import is_quantized, QuantizedArray
 from ._array.quantize import quantize_array
 from ._compat import vary_alike
-from ._formats.base import AbstractFormat, as_format, segment_length
+from ._formats.base import AbstractFormat, segment_length
+from ._formats.names import as_format
 from ._mesh import full_spec, place
 from ._numerics.batching import vmap_leading
 from ._numerics.packing import pack as pack_codes

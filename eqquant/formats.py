@@ -1,4 +1,4 @@
-"""The formats of GGUF files and of MLX, which names such as `"q4_k"` mean everywhere."""
+"""Trellis codes, and the formats of GGUF files and of MLX, which names such as `"q4_k"` mean everywhere."""
 
 from ._formats import (
     IQ1_M as IQ1_M,
@@ -22,4 +22,5 @@ from ._formats import (
     Q6_K as Q6_K,
     Q8_0 as Q8_0,
     TQ2_0 as TQ2_0,
+    Trellis as Trellis,
 )

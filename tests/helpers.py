@@ -89,6 +89,8 @@ FORMATS = {
     "iq2_xxs": Row(eqq.formats.IQ2_XXS(), 2.0625, 9.0),
     "iq1_m": Row(eqq.formats.IQ1_M(), 1.75, 7.0),
     "iq1_s": Row(eqq.formats.IQ1_S(), 1.5625, 6.6),
+    "trellis2": Row(eqq.formats.Trellis(2), 2 + 16 / 4096, 11.2),
+    "trellis3": Row(eqq.formats.Trellis(3, block_size=256), 3 + 16 / 256, 17.0),
     "mlx": Row(eqq.formats.MLX(), 4.5, 19.0),
     "mlx_3_bits": Row(eqq.formats.MLX(3, scale_dtype="float32"), 4, 12.0),
     "mlx_channel": Row(eqq.formats.MLX(8, None, "bfloat16"), 8 + 32 / 4096, 38.0),

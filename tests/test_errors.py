@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import eqquant as eqq
 from eqquant._array.checks import check_quantizable
 from eqquant._errors import NAMES_ELSEWHERE
-from eqquant._formats.base import as_format
+from eqquant._formats.names import as_format
 
 from .helpers import FORMATS, weights
 from .test_architecture import PUBLIC

@@ -364,7 +364,7 @@ def test_formats_defined_by_users(getkey, path, monkeypatch):
     q = eqq.quantize(weights(getkey(), (2, 64)), Halves(step=0.25))
     eqq.save(path, q)
     assert_equal_trees(eqq.load(path), q)
-    monkeypatch.delitem(eqq._formats.base._FORMATS, "halves")
+    monkeypatch.delitem(eqq._formats.base.FORMATS, "halves")
     with pytest.raises(ValueError, match=r"format 'Halves', which is not defined.*pass its class as `formats="):
         eqq.load(path)
     assert_equal_trees(eqq.load(path, formats=[Halves]), q)

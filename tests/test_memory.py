@@ -6,7 +6,7 @@ import pytest
 
 import eqquant as eqq
 from eqquant._array.quantize import _quantize
-from eqquant._formats.base import as_format
+from eqquant._formats.names import as_format
 
 from .helpers import mark_slow, NEWEST
 

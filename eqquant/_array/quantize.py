@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
 from .._errors import FORMAT_KEYWORDS, suggest_keywords
-from .._formats.base import AbstractFormat, AbstractVectorFormat, as_format, check_codes, pack_codes
+from .._formats.base import AbstractFormat, AbstractVectorFormat, check_codes, pack_codes
+from .._formats.names import as_format
 from .._mesh import explicit_mesh, full_spec, in_auto_mode, on_device
 from .._methods import AbsMax, AbstractMethod, EncodedRows
 from .._methods.encode import quantize_packed

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from .._errors import check_keywords, did_you_mean
+from .._errors import check_keywords
 from .._export import register_export
 from .._numerics import packing
 from .._numerics.blocks import BlockSize
@@ -31,7 +31,8 @@ StoredFloat = Literal["float32", "float16", "bfloat16"]
 Blocks = Float32[Array, "*batch blocks block"]
 Scales = Float32[Array, "*batch blocks"]
 
-_FORMATS: dict[str, type["AbstractFormat"]] = {}
+# The classes of formats that have been defined, by their lower-case names.
+FORMATS: dict[str, type["AbstractFormat"]] = {}
 
 
 class AbstractFormat(eqx.Module):
@@ -88,10 +89,10 @@ class AbstractFormat(eqx.Module):
         super().__init_subclass__(**kwargs)
         register_export(cls)
         if not cls.__name__.startswith(("Abstract", "_")):
-            name, known = cls.__name__.lower(), _FORMATS.get(cls.__name__.lower())
+            name, known = cls.__name__.lower(), FORMATS.get(cls.__name__.lower())
             # A notebook may define a user's class again; the library's own formats cannot be replaced.
             if known is None or not known.__module__.startswith("eqquant."):
-                _FORMATS[name] = cls
+                FORMATS[name] = cls
 
     if not TYPE_CHECKING:  # a type checker reads the fields
 
@@ -314,11 +315,6 @@ def check_stored_float(format: AbstractFormat) -> None:
         )
 
 
-def known_formats() -> dict[str, type[AbstractFormat]]:
-    """Returns the classes of formats that have been defined, by their names."""
-    return {cls.__name__: cls for cls in _FORMATS.values()}
-
-
 def has_zero_points(format: AbstractFormat) -> bool:
     """Returns whether blocks in a format have zero points."""
     return isinstance(format, AbstractAffineFormat) and format.has_zero_points
@@ -391,72 +387,3 @@ def check_codes(format: AbstractFormat) -> None:
             f"`encode` of {type(format).__name__} must return codes below {2**format.bits}, since `bits` is "
             f"{format.bits}. Got {codes[too_large][0]} for {values[too_large][0]:g}. Clip values to the nearest end."
         )
-
-
-_OF_METHODS = "That names a method, not a format: write a format such as 'int4', and pass a method as `method`."
-_REMEDIES = {
-    "fp4": "For 4-bit floats write 'mxfp4' or 'nvfp4'; for normal floats 'nf4'.",
-    "fp16": "float16 needs no quantization: cast with `astype`.",
-    "bf16": "bfloat16 needs no quantization: cast with `astype`.",
-    "float8": "For 8-bit floats write 'fp8'.",
-    "4bit": "For four bits write 'nf4' or 'int4'.",
-    "8bit": "For eight bits write 'int8' or 'fp8'.",
-    **{
-        name: f"For dynamic quantization write '{format}', and pass `activations='{activations}'` to `quantize_tree`."
-        for names, format, activations in (
-            (("int8dynamic", "w8a8"), "int8", "int8"),
-            (("int4dynamic", "w4a8"), "int4", "int8"),
-            (("fp8dynamic", "float8dynamic"), "fp8", "fp8"),
-        )
-        for name in names
-    },
-    **{
-        f"{prefix}{bits}{suffix}": f"Weight-only quantization is the default: write 'int{bits}'."
-        for bits in (4, 8)
-        for prefix, suffix in (("int", "weightonly"), ("w", "a16"))
-    },
-    "int7": "For seven bits write 'int8', or 'int6'.",
-    "int1": "For one bit write 'binary'.",
-    **dict.fromkeys(("gptq", "awq", "hqq", "mse", "absmax"), _OF_METHODS),
-    **{
-        f"q{bits}k{size}": f"That names a mix of GGUF's formats for the layers of a model: write 'q{bits}_k'."
-        for bits in (2, 3, 4, 5, 6)
-        for size in ("s", "m", "l")
-    },
-    **{
-        name: f"That names a mix of GGUF's formats for the layers of a model: write '{name[:3]}_s'."
-        for name in ("iq2m", "iq3m", "iq3xs")
-    },
-    "tq10": "That is a packing of the values of 'tq2_0' in files.",
-}
-
-
-def as_format(format: AbstractFormat | str, argument: str = "format") -> AbstractFormat:
-    """Returns the format of a lower-case name (`"nf4"`, `"int8"`, `"q4_0"`).
-
-    Returns a format unchanged.
-
-    Errors name the `argument` that it was given as.
-    """
-    if isinstance(format, AbstractFormat):
-        return format
-    if isinstance(format, type) and issubclass(format, AbstractFormat):
-        name = format.__name__
-        raise TypeError(f"`{argument}` must be an instance. Got the class {name}. Write `{name}()`.")
-    if not isinstance(format, str):
-        raise TypeError(f"`{argument}` must be a format or the name of one. Got {format!r}. For instance 'int8'.")
-    cls = _FORMATS.get(format.lower())
-    if cls is None:
-        remedy = _REMEDIES.get(format.lower().replace("-", "").replace("_", "")) or did_you_mean(
-            format.lower(), _FORMATS
-        )
-        raise ValueError(
-            f"`{argument}` must be one of {', '.join(sorted(_FORMATS))}. Got {format!r}. {remedy}".rstrip()
-        )
-    try:
-        return cls()  # pyright: ignore[reportCallIssue]
-    except TypeError:
-        raise ValueError(
-            f"`{argument}` {format!r} has no defaults, so its name is not enough. Got {format!r}. Construct it: "
-            f"`{cls.__name__}(...)`."
-        ) from None

@@ -56,11 +56,11 @@ class Trellis(AbstractSequenceFormat):
 
     def __check_init__(self) -> None:
         check_stored_float(self)
-        if isinstance(self.bits, bool) or self.bits not in (1, 2, 3, 4):
+        if type(self.bits) is not int or self.bits not in (1, 2, 3, 4):
             raise ValueError(f"`bits` of Trellis must be 1, 2, 3 or 4. Got {self.bits!r}.")
         if isinstance(self.block_size, int) and self.block_size % self.segment != 0:
             raise ValueError(
-                f"`block_size` of Trellis must be None, \"tensor\" or a multiple of {self.segment}, since so many values "
+                f'`block_size` of Trellis must be None, "tensor" or a multiple of {self.segment}, since so many values '
                 f"are encoded together. Got {self.block_size}."
             )
 

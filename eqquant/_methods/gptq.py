@@ -27,8 +27,8 @@ class GPTQ(AbstractMethod):
 
     Rounds one column after the other, and changes the columns still to come so that they make up for its error.
     `method` chooses the scales from the original weight, so columns may come in any order, and the array need not
-    remember which. Works with every format whose codes stand for one value, and with [`eqquant.formats.Trellis`][], whose
-    columns keep the order of the weight: every path of its search makes up for its own errors.
+    remember which. Works with every format whose codes stand for one value, and with [`eqquant.formats.Trellis`][]:
+    there columns keep their order, and each path of the search makes up for its own errors.
 
     Columns whose input is always zero are rounded to the nearest code. If the Gram matrix is singular even with its
     damping, the damping grows tenfold until it is not.
@@ -217,11 +217,11 @@ def _find_sequences(
         corrected = jax.lax.dynamic_slice_in_dim(columns, first, count) - change
         within = jax.lax.dynamic_slice_in_dim(above, first, count)
         diagonal = jnp.diagonal(within)
-        weights = jnp.square(jnp.min(diagonal) / diagonal)
         scale = grid.stored_scale[first // size]
-        units = divide(corrected, jnp.broadcast_to(scale, corrected.shape))
+        units = divide(corrected, jnp.broadcast_to(scale[None, :], corrected.shape))
+        weights = jnp.broadcast_to(jnp.square(jnp.min(diagonal) / diagonal)[None, :], units.T.shape)
         packed = format.encode_row(units.T, weights, jnp.triu(within, 1) / diagonal[:, None])
-        rounded = format.decode_row(packed, count).T * scale
+        rounded = format.decode_row(packed, count).T * scale[None, :]
         own = jax.scipy.linalg.solve_triangular(within.T, corrected - rounded, lower=True)
         return jax.lax.dynamic_update_slice_in_dim(errors, own, first, axis=0), packed.T
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt8
 
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, AbstractVectorFormat
 from .._numerics.batching import Index
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod

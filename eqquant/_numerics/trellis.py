@@ -1,7 +1,8 @@
 """Trellis codes: each value is a hash of a window of bits, which moves on by a few bits from value to value.
 
-A row is cut into segments of 128 values; a last, shorter segment is rounded up to a multiple of 16. The bits of a segment
-form a circle, numbered from the lowest of the first byte. Value `t` is the hash of the 12 bits from bit `t * bits` on.
+A row is cut into segments of 128 values; a last, shorter segment is rounded up to a multiple of 16. The bits of a
+segment form a circle, numbered from the lowest of the first byte. Value `t` is the hash of the 12 bits from bit
+`t * bits` on.
 
 Neighboring windows share bits, so not every sequence of values has codes. Encoding looks for the best that has: the
 Viterbi algorithm, with the windows as states. As a JAX primitive, on CPU it is native code.
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.interpreters import ad, batching
-from jaxtyping import Array, Float32, Int32, UInt32, UInt8
+from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
 from .. import _compat
 from .._native import calls
@@ -105,7 +106,7 @@ def encode(
     """
     *batch, length = values.shape
     flat = lambda x: x.astype(jnp.float32).reshape(-1, length)
-    weights = jnp.ones_like(values) if weights is None else jnp.broadcast_to(weights, values.shape)
+    weights = jnp.ones_like(values) if weights is None else weights
     trellis = Trellis(flat(values), flat(weights), feedback)
     leaves, tree = jtu.tree_flatten(_compat.vary_alike(trellis))
     return encode_trellis_p.bind(*leaves, tree=tree, bits=bits).reshape(*batch, packed_length(length, bits))
@@ -139,9 +140,9 @@ def _by_xla(*args: Array, tree: PyTreeDef, bits: int) -> UInt8[Array, "*batch ro
 def _pack(windows: Int32[Array, "rows values"], bits: int) -> UInt8[Array, "rows bytes"]:
     """Packs the lowest bits of each window, one after the other."""
     rows, length = windows.shape
-    each = windows[..., None] >> jnp.arange(bits, dtype=jnp.int32) & 1
-    places = jnp.arange(8, dtype=jnp.int32)
-    return jnp.sum(each.reshape(rows, length * bits // 8, 8) << places, axis=-1).astype(jnp.uint8)
+    places = lambda count: jnp.arange(count, dtype=jnp.int32)[None, None, :]
+    each = (windows[..., None] >> places(bits) & 1).reshape(rows, length * bits // 8, 8)
+    return jnp.sum(each << places(8), axis=-1).astype(jnp.uint8)
 
 
 def _search_circle(
@@ -183,14 +184,14 @@ def _search(
     def advance(state: tuple[Array, Array], step: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
         costs, changes = state  # of the best path to each group
         n, value, weight, row = step
-        target = value if feedback is None else value - changes[:, n]
+        target = value if feedback is None else value - changes[:, n][None, :]
         errors = target - table
         # Windows in order: the highest bits are the new ones. The windows before a group differ in their lowest.
-        totals = (costs + weight * jnp.square(errors)).reshape(groups, choices)
+        totals = (costs[None, :] + weight * jnp.square(errors)).reshape(groups, choices)
         choice = jnp.argmin(totals, axis=-1).astype(jnp.int32)
         window = group * choices + choice
         if feedback is not None:
-            changes = changes[window % groups] + errors.reshape(-1)[window][:, None] * row
+            changes = changes[window % groups] + errors.reshape(-1)[window][:, None] * row[None, :]
         return (jnp.min(totals, axis=-1), changes), choice
 
     rows = jnp.zeros((length, 0)) if feedback is None else feedback

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 
 from .._array.array import is_quantized
 from .._formats import FP8
-from .._formats.base import AbstractFormat, as_format, has_offsets, has_one_scale, has_zero_points
+from .._formats.base import AbstractFormat, has_offsets, has_one_scale, has_zero_points
+from .._formats.names import as_format
 from .._mesh import move_to_mesh
 from .._tree.leaves import key_name, Leaf
 from .._tree.placement import current_sharding, replicated_sharding

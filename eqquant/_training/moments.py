@@ -16,7 +16,8 @@ from .._array.array import is_quantized
 from .._array.quantize import quantize_array, requantize_like
 from .._array.sharding import leaf_shardings
 from .._formats import Dynamic8
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat
+from .._formats.names import as_format
 from .._mesh import full_spec
 from .._tree.leaves import abbreviate_list
 from .._tree.placement import current_sharding

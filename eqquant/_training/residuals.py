@@ -15,7 +15,8 @@ from jaxtyping import Array
 
 from .._array.array import QuantizedArray
 from .._array.quantize import quantize_array
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat
+from .._formats.names import as_format
 from .._types import PyTree
 
 

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Float32
 from .._array.checks import as_jax_array, as_method
 from .._array.quantize import quantize_array
 from .._errors import name_type
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat
+from .._formats.names import as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.fingerprint import check_same_weight
 from .._methods.statistics import check_statistic, InputsError

@@ -17,7 +17,8 @@ from .._array.checks import check_parameters
 from .._array.contraction import AbstractOperand, as_matrices, Constraints, get_constraints, linear, MatrixAxes, Options
 from .._array.value import AbstractArrayValue, as_permutation
 from .._errors import name_type
-from .._formats.base import AbstractFormat, as_format, has_one_scale, has_zero_points
+from .._formats.base import AbstractFormat, has_one_scale, has_zero_points
+from .._formats.names import as_format
 from .._matmul.rows import AbstractRows, DynamicRows, StaticRows
 from .._types import PyTree
 from .base import AbstractMatmulOverride

@@ -15,7 +15,8 @@ from .._array.contraction import AbstractOperand, as_floats, as_matrices, Constr
 from .._array.primitive import bind_rounded_matmul, GRADIENT_AMAX, Rounding, W_AMAX, X_AMAX
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue, as_permutation
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat
+from .._formats.names import as_format
 from .._types import PyTree
 from .base import AbstractMatmulOverride
 

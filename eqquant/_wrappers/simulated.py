@@ -20,7 +20,8 @@ from .._array.dequantize import in_memory_order
 from .._array.quantize import quantize_array
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue, Index
-from .._formats.base import AbstractFormat, as_format, has_offsets, has_zero_points
+from .._formats.base import AbstractFormat, has_offsets, has_zero_points
+from .._formats.names import as_format
 from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
 from .._numerics.axes import as_axes, as_axis, logical_order, memory_order

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from .._array.quantize import quantize
 from .._formats import Int8
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat
+from .._formats.names import as_format
 from .._methods import AbstractMethod
 from .._report import Report, report_table
 from ._error import measure_error, quantization_mse, Real, to_numpy, Values

@@ -16,7 +16,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int32
 from .._array.checks import is_known_not_finite
 from .._array.value import AbstractArrayValue
 from .._formats import Int8
-from .._formats.base import AbstractFormat, as_format
+from .._formats.base import AbstractFormat
+from .._formats.names import as_format
 from .._numerics.axes import as_axis
 from .._types import PyTree
 from ._blocks import as_shape, Blocks, make_blocks

@@ -26,7 +26,8 @@ import jax.random as jr
 import numpy as np
 
 from .._errors import did_you_mean
-from .._formats.base import AbstractFormat, known_formats
+from .._formats.base import AbstractFormat
+from .._formats.names import known_formats
 from .._types import PyTree
 from ._entry import DTYPE_NAMES, Entry, named_parts, SCALARS
 from ._tensors import MappedFile, NAME_OF, NewTensor, num_bytes, parse_json, StoredTensor, Tensor

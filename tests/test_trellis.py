@@ -1,0 +1,164 @@
+"""Trellis codes: what they decode to, how good the search is, and that native code finds the same."""
+
+import itertools as it
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant._native import library
+from eqquant._numerics import trellis
+
+from .helpers import assert_same, sqnr, weights
+
+
+BITS = (1, 2, 3, 4)
+
+
+def decode_by_hand(packed: np.ndarray, bits: int, length: int) -> list[int]:
+    """The definition, bit by bit."""
+    values, at = [], 0
+    while len(values) < length:
+        count = min(128, -(-(length - len(values)) // 16) * 16)
+        size = count * bits
+        stream = [int(packed[at + n // 8]) >> n % 8 & 1 for n in range(size)]
+        for n in range(count):
+            window = sum(stream[(n * bits + i) % size] << i for i in range(12))
+            number = window * 0x0B9BC707 % 2**32
+            values.append(sum(number >> shift & 0x3F for shift in (0, 8, 16, 24)) - 126)
+        at += size // 8
+    return values[:length]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_decoding_by_hand(bits):
+    packed = np.random.default_rng(bits).integers(0, 256, (3, trellis.packed_length(300, bits)), np.uint8)
+    for length in (300, 290, 256, 17, 1):
+        row = packed[:, : trellis.packed_length(length, bits)]
+        expected = [decode_by_hand(each, bits, length) for each in row]
+        np.testing.assert_array_equal(trellis.decode(jnp.asarray(row), bits, length), expected)
+
+
+@pytest.mark.parametrize("bits, least", zip(BITS, (5.3, 11.2, 17.0, 22.8), strict=True))
+def test_error_of_normal_weights(bits, least):
+    w = weights(jr.key(0), (48, 512))
+    q = eqq.quantize(w, eqq.formats.Trellis(bits))
+    assert sqnr(w, q.dequantize()) > least
+    assert q.nbytes == 48 * (512 * bits // 8 + 2)
+
+
+def test_search_finds_the_best_sequence():
+    """Of 16 values of one bit each there are 65,536 sequences, so all can be tried.
+
+    The first 11 bits are a guess: the found sequence is the best of those that share them, and a good one of all.
+    """
+    values = 50 * weights(jr.key(1), (20, 16))
+    codes = np.arange(2**16, dtype="<u2")
+    sequences = np.asarray(trellis.decode(jnp.asarray(codes.view(np.uint8).reshape(-1, 2)), 1, 16), np.float32)
+    errors = np.square(np.asarray(values)[:, None] - sequences).sum(-1)
+    found = np.asarray(trellis.encode(values, 1)).view("<u2")[:, 0]
+    for own, code in zip(errors, found, strict=True):
+        assert own[code] == own[codes & 0x7FF == code & 0x7FF].min()
+    assert np.median([(own < own[code]).mean() for own, code in zip(errors, found, strict=True)]) < 0.01
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_sequence_that_has_codes_is_found(bits):
+    packed = np.random.default_rng(bits).integers(0, 256, (4, trellis.packed_length(272, bits)), np.uint8)
+    values = trellis.decode(jnp.asarray(packed), bits, 272).astype(jnp.float32)
+    np.testing.assert_array_equal(trellis.decode(trellis.encode(values, bits), bits, 272), values)
+
+
+def feedback_of(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    factor = np.linalg.inv(np.linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1])
+    diagonal = np.diag(factor)
+    return (np.triu(factor, 1) / diagonal[:, None]).astype(np.float32), (1 / diagonal**2).astype(np.float32)
+
+
+def gram_matrix(length: int) -> np.ndarray:
+    mix = np.random.default_rng(0).normal(size=(length, length)) / (1 + np.arange(length))[:, None] ** 0.5
+    return mix.T @ mix + 0.01 * np.eye(length)
+
+
+@pytest.mark.parametrize("length", [40, 128])
+def test_feedback_is_what_the_search_minimizes(length):
+    """The weighted error with feedback is the error of outputs; without the search's feedback it is larger."""
+    gram = gram_matrix(length)
+    feedback, counts = feedback_of(gram)
+    values = np.asarray(36 * weights(jr.key(2), (8, length)))
+    counts = jnp.broadcast_to(counts, values.shape)
+    codes = [trellis.encode(jnp.asarray(values), 2, counts, f) for f in (jnp.asarray(feedback), None)]
+    decoded = [np.asarray(trellis.decode(each, 2, length)) for each in codes]
+    loss = [np.einsum("ni,ij,nj->", values - each, gram, values - each) for each in decoded]
+    assert loss[0] < 0.7 * loss[1]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_gptq_is_below_rounding_and_scalars(bits):
+    gram, w = jnp.asarray(gram_matrix(300), jnp.float32), weights(jr.key(3), (12, 300))
+    loss = lambda q: float(jnp.einsum("ni,ij,nj->", w - q.dequantize(), gram, w - q.dequantize()))
+    quantize = lambda format, method: loss(eqq.quantize(w, format, method=method))
+    found = quantize(eqq.formats.Trellis(bits), eqq.GPTQ(gram=gram))
+    assert found < 0.7 * quantize(eqq.formats.Trellis(bits), eqq.AbsMax())
+    if bits > 1:
+        scalar = {2: eqq.Int2(128), 3: eqq.Int3(128), 4: eqq.Int4(128)}[bits]
+        assert found < 0.7 * quantize(scalar, eqq.GPTQ(gram=gram))
+
+
+def test_gptq_of_stacks_and_chunks():
+    gram, w = jnp.asarray(gram_matrix(160), jnp.float32), weights(jr.key(4), (2, 6, 160))
+    both = jnp.stack([gram, jnp.eye(160)])
+    q = eqq.quantize(w, "trellis2", method=eqq.GPTQ(gram=both))
+    for n in range(2):
+        one = eqq.quantize(w[n], "trellis2", method=eqq.GPTQ(gram=both[n]))
+        assert_same(jax.tree.map(lambda a: a[n], q), one)
+    assert_same(eqx.filter_jit(eqq.quantize)(w, "trellis2", method=eqq.GPTQ(gram=both)), q)
+
+
+@pytest.mark.skipif(library.refusal() is not None, reason="needs native kernels")
+@pytest.mark.parametrize("bits, length", it.product(BITS, (16, 100, 128, 300)))
+def test_native_search_finds_the_same(bits, length):
+    """Native code compares fewer bits of the costs, so another sequence of nearly the same worth may be found."""
+    values, counts = 36 * weights(jr.key(5), (5, length)), jnp.abs(weights(jr.key(6), (5, length))) + 0.1
+
+    def both(counts, feedback):
+        leaves, tree = jax.tree.flatten(trellis.Trellis(values, counts, feedback))
+        packed = trellis.encode(values, bits, counts, feedback), trellis._by_xla(*leaves, tree=tree, bits=bits)
+        return [np.asarray(values - trellis.decode(each, bits, length)) for each in packed]
+
+    found, expected = (np.sum(counts * np.square(error), axis=-1) for error in both(counts, None))
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+    if length <= trellis.SEGMENT:
+        gram = gram_matrix(length)
+        feedback, own = feedback_of(gram)
+        errors = both(jnp.broadcast_to(own / own.max(), values.shape), jnp.asarray(feedback))
+        found, expected = (np.einsum("ni,ij,nj->n", error, gram, error) for error in errors)
+        np.testing.assert_allclose(found, expected, rtol=0.05)
+
+
+def test_names_and_bad_input():
+    assert eqq.quantize(jnp.ones((2, 4)), "trellis3").format == eqq.formats.Trellis(3)
+    assert eqq.quantize(jnp.ones((2, 4)), "mlx8").format == eqq.formats.MLX(8)
+    for bad in ("trellis", "trellis5", "trellis0"):
+        with pytest.raises(ValueError, match="trellis2|1, 2, 3 or 4"):
+            eqq.quantize(jnp.ones((2, 4)), bad)
+    for bits in (0, 5, True):
+        with pytest.raises(ValueError, match="`bits` of Trellis must be"):
+            eqq.formats.Trellis(bits)
+    with pytest.raises(ValueError, match="multiple of 128"):
+        eqq.formats.Trellis(2, block_size=64)
+    with pytest.raises(ValueError, match="several values"):
+        eqq.quantize(jnp.ones((2, 4)), "trellis2", key=jr.key(0))
+
+
+def test_a_row_with_nan_leaves_the_others():
+    w = weights(jr.key(7), (3, 130)).at[1, 3].set(jnp.nan)
+    gram = jnp.eye(130)
+    for method in (eqq.AbsMax(), eqq.GPTQ(gram=gram)):
+        decoded = eqq.quantize(w, "trellis2", method=method).dequantize()
+        assert jnp.isnan(decoded[1]).all()
+        assert jnp.isfinite(decoded[jnp.array([0, 2])]).all()

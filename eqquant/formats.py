@@ -1,4 +1,4 @@
-"""Trellis codes, and the formats of GGUF files and of MLX, which names such as `"q4_k"` mean everywhere."""
+"""Formats of GGUF files and of MLX, which names such as `"q4_k"` mean, and trellis codes."""
 
 from ._formats import (
     IQ1_M as IQ1_M,

@@ -73,7 +73,7 @@ def test_a_sequence_that_has_codes_is_found(bits):
     np.testing.assert_array_equal(trellis.decode(trellis.encode(values, bits), bits, 272), values)
 
 
-def feedback_of(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def find_feedback(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     factor = np.linalg.inv(np.linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1])
     diagonal = np.diag(factor)
     return (np.triu(factor, 1) / diagonal[:, None]).astype(np.float32), (1 / diagonal**2).astype(np.float32)
@@ -88,10 +88,10 @@ def gram_matrix(length: int) -> np.ndarray:
 def test_feedback_is_what_the_search_minimizes(length):
     """The weighted error with feedback is the error of outputs; without the search's feedback it is larger."""
     gram = gram_matrix(length)
-    feedback, counts = feedback_of(gram)
+    feedback, worth = find_feedback(gram)
     values = np.asarray(36 * weights(jr.key(2), (8, length)))
-    counts = jnp.broadcast_to(counts, values.shape)
-    codes = [trellis.encode(jnp.asarray(values), 2, counts, f) for f in (jnp.asarray(feedback), None)]
+    worth = jnp.broadcast_to(worth, values.shape)
+    codes = [trellis.encode(jnp.asarray(values), 2, worth, f) for f in (jnp.asarray(feedback), None)]
     decoded = [np.asarray(trellis.decode(each, 2, length)) for each in codes]
     loss = [np.einsum("ni,ij,nj->", values - each, gram, values - each) for each in decoded]
     assert loss[0] < 0.7 * loss[1]
@@ -123,18 +123,18 @@ def test_gptq_of_stacks_and_chunks():
 @pytest.mark.parametrize("bits, length", it.product(BITS, (16, 100, 128, 300)))
 def test_native_search_finds_the_same(bits, length):
     """Native code compares fewer bits of the costs, so another sequence of nearly the same worth may be found."""
-    values, counts = 36 * weights(jr.key(5), (5, length)), jnp.abs(weights(jr.key(6), (5, length))) + 0.1
+    values, worth = 36 * weights(jr.key(5), (5, length)), jnp.abs(weights(jr.key(6), (5, length))) + 0.1
 
-    def both(counts, feedback):
-        leaves, tree = jax.tree.flatten(trellis.Trellis(values, counts, feedback))
-        packed = trellis.encode(values, bits, counts, feedback), trellis._by_xla(*leaves, tree=tree, bits=bits)
-        return [np.asarray(values - trellis.decode(each, bits, length)) for each in packed]
+    def both(worth, feedback):
+        leaves, tree = jax.tree.flatten(trellis.TrellisRows(values, worth, feedback))
+        packed = trellis.encode(values, bits, worth, feedback), trellis._by_xla(*leaves, tree=tree, bits=bits)
+        return [np.asarray(values) - np.asarray(trellis.decode(each, bits, length)) for each in packed]
 
-    found, expected = (np.sum(counts * np.square(error), axis=-1) for error in both(counts, None))
+    found, expected = (np.sum(worth * np.square(error), axis=-1) for error in both(worth, None))
     np.testing.assert_allclose(found, expected, rtol=1e-3)
     if length <= trellis.SEGMENT:
         gram = gram_matrix(length)
-        feedback, own = feedback_of(gram)
+        feedback, own = find_feedback(gram)
         errors = both(jnp.broadcast_to(own / own.max(), values.shape), jnp.asarray(feedback))
         found, expected = (np.einsum("ni,ij,nj->n", error, gram, error) for error in errors)
         np.testing.assert_allclose(found, expected, rtol=0.05)

@@ -246,7 +246,7 @@ def check_vectors(
     format: AbstractFormat | None, method: AbstractMethod, key: PRNGKeyArray | None, leaf: str = ""
 ) -> None:
     """Raises if a format of vectors is to round values one by one. Errors begin with the leaf."""
-    if isinstance(format, AbstractVectorFormat) and (key is not None or method.needs_single_values(format)):
+    if isinstance(format, AbstractVectorFormat) and not (key is None and isinstance(format, method.vector_formats)):
         format.refuse(leaf)
 
 

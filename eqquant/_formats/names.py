@@ -48,7 +48,7 @@ _REMEDIES = {
 
 
 def as_format(format: AbstractFormat | str, argument: str = "format") -> AbstractFormat:
-    """Returns the format of a lower-case name (`"nf4"`, `"int8"`, `"q4_0"`), perhaps with its bits (`"trellis2"`).
+    """Returns the format of a lower-case name: `"nf4"`, or with its bits `"trellis2"`.
 
     Returns a format unchanged.
 
@@ -62,9 +62,9 @@ def as_format(format: AbstractFormat | str, argument: str = "format") -> Abstrac
     if not isinstance(format, str):
         raise TypeError(f"`{argument}` must be a format or the name of one. Got {format!r}. For instance 'int8'.")
     cls = FORMATS.get(format.lower())
-    if cls is None and (of_bits := FORMATS.get(format[:-1].lower())) and format[-1:].isdecimal():
-        if "bits" in of_bits.__dataclass_fields__:  # "trellis2", "mlx4"
-            return of_bits(bits=int(format[-1]))  # pyright: ignore[reportCallIssue]
+    if cls is None and (with_bits := FORMATS.get(format[:-1].lower())) and format[-1:].isdecimal():
+        if "bits" in with_bits.__dataclass_fields__:  # "trellis2", "mlx4"
+            return with_bits(bits=int(format[-1]))  # pyright: ignore[reportCallIssue]
     if cls is None:
         remedy = _REMEDIES.get(format.lower().replace("-", "").replace("_", "")) or did_you_mean(
             format.lower(), FORMATS

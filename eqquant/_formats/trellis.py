@@ -19,7 +19,7 @@ _REACH = 1.3
 
 
 class Trellis(AbstractSequenceFormat):
-    r"""A trellis code: each value is a hash of 12 bits, of which it shares all but `bits` with the next value.
+    r"""A trellis code: a value is a hash of 12 bits, all but `bits` shared with the next.
 
     At the same number of bits its error is well below that of any code of single values: 11.4 dB at two bits for
     normally distributed weights, where `Int2` has 8.1 dB, and the limit is 12.04 dB. Values are the integers from -126
@@ -66,7 +66,7 @@ class Trellis(AbstractSequenceFormat):
 
     @property
     def levels(self) -> tuple[float, ...]:
-        return tuple(np.unique(trellis.values_of_windows()).tolist())
+        return tuple(np.unique(trellis.decode_windows()).tolist())
 
     def choose_scale(self, blocks: Blocks) -> Scales:
         size = absmax(blocks)

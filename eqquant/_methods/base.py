@@ -43,6 +43,8 @@ class AbstractMethod(eqx.Module):
     inputs: ClassVar[Any] = None
     method: ClassVar["AbstractMethod | None"] = None
     statistic: ClassVar[str | None] = None
+    # Formats whose codes stand for several values that it takes: a method that rounds value by value takes none.
+    vector_formats: ClassVar[tuple[type[AbstractFormat], ...]] = (AbstractVectorFormat,)
 
     def __repr__(self) -> str:
         fields = [field for field in dataclasses.fields(self) if field.repr and field.name != "inputs"]
@@ -115,10 +117,6 @@ class AbstractMethod(eqx.Module):
         if self.method is not None:
             return self.method.without_inputs()
         return self._with(inputs=None)
-
-    def needs_single_values(self, format: AbstractFormat) -> bool:
-        """Returns whether each value must have a code of its own, and in this format it has not."""
-        return False
 
     def lacks_inputs(self) -> bool:
         """Returns whether the method takes statistics, and has none."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, UInt8
 
-from .._formats.base import AbstractFormat, AbstractSequenceFormat, AbstractVectorFormat, Scales
+from .._formats.base import AbstractFormat, AbstractSequenceFormat, Scales
 from .._numerics.batching import Index
 from .._numerics.blocks import divide
 from .absmax import AbsMax
@@ -51,6 +51,7 @@ class GPTQ(AbstractMethod):
     order: str | None = eqx.field(static=True)
     method: AbstractScaleMethod
     statistic = "gram"
+    vector_formats = (AbstractSequenceFormat,)
 
     def __init__(
         self,
@@ -99,14 +100,11 @@ class GPTQ(AbstractMethod):
         gram = get_gram(self.inputs)
         scale, zero_point = self._choose_scales(rows, gram, format, chunk)
         scale_bits, offset_bits, grid = store(rows, scale, zero_point, format, chunk)
-        by_sequences = isinstance(format, AbstractSequenceFormat)
-        factor = lambda gram: _factor(gram, self.damping, None if by_sequences else self.order)
-        find = _find_sequences if by_sequences else _find_codes
-        codes = map_layers(factor, lambda *args: find(*args, format), gram, chunk, rows, grid)
+        order, find = self.order, lambda factor, columns, grid: _find_codes(factor, columns, grid, format)
+        if isinstance(format, AbstractSequenceFormat):
+            order, find = None, lambda factor, columns, grid: _find_sequences(factor, columns, grid, format)
+        codes = map_layers(lambda gram: _factor(gram, self.damping, order), find, gram, chunk, rows, grid)
         return EncodedRows(codes, scale_bits, grid.zero_point, offset_bits)
-
-    def needs_single_values(self, format: AbstractFormat) -> bool:
-        return isinstance(format, AbstractVectorFormat) and not isinstance(format, AbstractSequenceFormat)
 
     def _choose_scales(
         self, rows: Rows, gram: Array, format: AbstractFormat, chunk: int | None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt8
 
-from .._formats.base import AbstractFormat, AbstractVectorFormat
+from .._formats.base import AbstractFormat
 from .._numerics.batching import Index
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
@@ -51,6 +51,7 @@ class LearnedRounding(AbstractMethod):
     rounds: int = eqx.field(static=True)
     damping: float = eqx.field(static=True)
     statistic = "gram"
+    vector_formats = ()
 
     def __init__(
         self,
@@ -82,9 +83,6 @@ class LearnedRounding(AbstractMethod):
             raise ValueError(f"`rounds` must be a positive whole number. Got {rounds!r}.")
         self.method = GPTQ(method=MSE(), damping=damping) if method is None else method  # pyright: ignore[reportIncompatibleVariableOverride]
         self.rounds, self.damping = rounds, float(damping)
-
-    def needs_single_values(self, format: AbstractFormat) -> bool:
-        return isinstance(format, AbstractVectorFormat)
 
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None

@@ -123,7 +123,7 @@ def encode_trellis(
     multiplier: int,
     packed_length: int,
 ) -> UInt8[Array, "*batch rows bytes"]:
-    """Returns the packed codes of the sequences of least squared error, unless `why_not_encode`.
+    """Returns the packed codes of the best sequences, unless `why_not_encode`.
 
     As `_numerics/trellis.py` says; another sequence of nearly the same error may be found.
     """

@@ -1,4 +1,4 @@
-"""Trellis codes: each value is a hash of a window of bits, which moves on by a few bits from value to value.
+"""Trellis codes: a value is a hash of a window of bits, which moves on from value to value.
 
 A row is cut into segments of 128 values; a last, shorter segment is rounded up to a multiple of 16. The bits of a
 segment form a circle, numbered from the lowest of the first byte. Value `t` is the hash of the 12 bits from bit
@@ -41,20 +41,22 @@ def packed_length(length: int, bits: int) -> int:
 
 
 def hash_windows(windows: UInt32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Returns the value of each window: an integer from -126 to 126, nearly normally distributed.
+    """Returns the value of each window, an integer from -126 to 126.
+
+    Values are nearly normally distributed.
 
     The sum of four random numbers of six bits, as in QTIP (https://arxiv.org/abs/2406.11235).
     """
-    numbers = windows * np.uint32(MULTIPLIER) & np.uint32(0x3F3F3F3F)
-    return (numbers * np.uint32(0x01010101) >> np.uint32(24)).astype(jnp.int32) - 126
+    fields = windows * np.uint32(MULTIPLIER) & np.uint32(0x3F3F3F3F)
+    return (fields * np.uint32(0x01010101) >> np.uint32(24)).astype(jnp.int32) - 126
 
 
 @ft.lru_cache
-def values_of_windows() -> np.ndarray:
+def decode_windows() -> np.ndarray:
     """Returns the values of all windows, as `hash_windows`."""
     with np.errstate(over="ignore"):
-        numbers = np.arange(2**WINDOW, dtype=np.uint32) * np.uint32(MULTIPLIER) & np.uint32(0x3F3F3F3F)
-        return ((numbers * np.uint32(0x01010101)) >> np.uint32(24)).astype(np.float32) - 126
+        fields = np.arange(2**WINDOW, dtype=np.uint32) * np.uint32(MULTIPLIER) & np.uint32(0x3F3F3F3F)
+        return ((fields * np.uint32(0x01010101)) >> np.uint32(24)).astype(np.float32) - 126
 
 
 def decode(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> Int32[Array, "*batch length"]:
@@ -81,7 +83,7 @@ def _decode_segments(packed: UInt8[Array, "*batch bytes"], bits: int) -> Int32[A
 # Encoding
 
 
-class Trellis(NamedTuple):
+class TrellisRows(NamedTuple):
     """Rows to encode.
 
     - `weights`: how much the squared error of each value counts.
@@ -107,14 +109,14 @@ def encode(
     *batch, length = values.shape
     flat = lambda x: x.astype(jnp.float32).reshape(-1, length)
     weights = jnp.ones_like(values) if weights is None else weights
-    trellis = Trellis(flat(values), flat(weights), feedback)
-    leaves, tree = jtu.tree_flatten(_compat.vary_alike(trellis))
+    rows = TrellisRows(flat(values), flat(weights), feedback)
+    leaves, tree = jtu.tree_flatten(_compat.vary_alike(rows))
     return encode_trellis_p.bind(*leaves, tree=tree, bits=bits).reshape(*batch, packed_length(length, bits))
 
 
 def _by_xla(*args: Array, tree: PyTreeDef, bits: int) -> UInt8[Array, "*batch rows bytes"]:
     """Encodes by operations of XLA, some rows at a time."""
-    trellis: Trellis = jtu.tree_unflatten(tree, args)
+    trellis: TrellisRows = jtu.tree_unflatten(tree, args)
     *batch, rows, length = trellis.values.shape
     if length == 0 or rows == 0:
         return jnp.zeros((*batch, rows, packed_length(length, bits)), jnp.uint8)
@@ -127,7 +129,7 @@ def _by_xla(*args: Array, tree: PyTreeDef, bits: int) -> UInt8[Array, "*batch ro
         padding = -size % UNIT
         part = lambda x: jnp.pad(flat(x)[:, first : first + size * count].reshape(-1, size), ((0, 0), (0, padding)))
         feedback = trellis.feedback if trellis.feedback is None else jnp.pad(trellis.feedback, (0, padding))
-        search = lambda pair: _search_circle(*pair, feedback, bits)
+        search = lambda pair: _search_circle(pair[0], pair[1], feedback, bits)
         many = 8 if feedback is not None else 64
         windows = jax.lax.map(search, (part(trellis.values), part(trellis.weights)), batch_size=many)
         return _pack(windows, bits).reshape(flat(trellis.values).shape[0], -1)
@@ -176,7 +178,7 @@ def _search(
     A *group* are windows with the same lowest bits, which can follow the same windows.
     """
     length, groups, choices = len(values), 2 ** (WINDOW - bits), 2**bits
-    table = jnp.asarray(values_of_windows()).reshape(choices, groups)
+    table = jnp.asarray(decode_windows()).reshape(choices, groups)
     group = jnp.arange(groups)
     changes = jnp.zeros((groups, 0 if feedback is None else length))
     costs = jnp.zeros(groups) if shared is None else jnp.where(group == shared, 0.0, jnp.inf)
@@ -207,7 +209,7 @@ def _search(
 
 def _native(*args: Array, tree: PyTreeDef, bits: int) -> UInt8[Array, "*batch rows bytes"]:
     """Encodes by native code, where that is installed."""
-    trellis: Trellis = jtu.tree_unflatten(tree, args)
+    trellis: TrellisRows = jtu.tree_unflatten(tree, args)
     if trellis.values.size == 0 or calls.why_not_encode(trellis.values, bits) is not None:
         return _by_xla(*args, tree=tree, bits=bits)
     return calls.encode_trellis(*trellis, bits, MULTIPLIER, packed_length(trellis.values.shape[-1], bits))

@@ -41,6 +41,18 @@ def test_distillation_lowers_the_loss(setting, train, gain, format):
     assert eqq.tree_nbytes(found) == eqq.tree_nbytes(q)
 
 
+@pytest.mark.parametrize("format", ["trellis2", "iq2_s"])
+def test_scales_of_vectors_are_trained(setting, format):
+    model, x, held_out = setting
+    q = eqq.quantize_tree(model, format)
+    found = eqq.distill(q, model, x, optimizer=optax.adam(3e-3), progress=False)
+    assert error(found, model, held_out) < 0.8 * error(q, model, held_out)
+    assert jnp.array_equal(found[0].weight.codes, q[0].weight.codes)
+    assert jnp.array_equal(found[0].weight.scale, q[0].weight.scale) == (format == "iq2_s")  # its scales are codes
+    with pytest.raises(ValueError, match=r"\[0\]|layers.*several values"):
+        eqq.distill(q, model, x, train="codes", progress=False)
+
+
 def test_the_reported_loss_equals_the_loss_of_the_result(setting, capsys):
     model, x, _ = setting
     q = eqq.quantize_tree(model, eqq.Int4(16))

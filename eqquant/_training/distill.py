@@ -15,7 +15,7 @@ from rich.console import Console
 from .._array.array import is_quantized, QuantizedArray
 from .._array.codes import row_length
 from .._array.straight_through import value_of
-from .._formats.base import AbstractFormat, AbstractVectorFormat, find_levels
+from .._formats.base import AbstractFormat, AbstractVectorFormat, decode_packed, find_levels
 from .._numerics import packing
 from .._numerics.axes import as_axes, logical_order
 from .._numerics.blocks import dequantize_blocks
@@ -302,10 +302,9 @@ class _TrainableFloats(eqx.Module):
 
 
 class _TrainableQuantized(eqx.Module):
-    """A trainable quantized array: unpacked codes and scales."""
+    """A trainable quantized array: its scales, and perhaps its codes."""
 
     q: QuantizedArray
-    codes: Array
     trains_codes: bool = eqx.field(static=True)
 
     def start(self) -> dict[str, Array]:
@@ -313,7 +312,7 @@ class _TrainableQuantized(eqx.Module):
         if _has_float_scales(self.q.format):
             changes["scale"] = jnp.zeros(self.q.scale.shape, jnp.float32)
         if self.trains_codes:
-            changes["codes"] = jnp.zeros(self.codes.shape, jnp.float32)
+            changes["codes"] = jnp.zeros((*self.q.codes.shape[:-1], row_length(self.q)), jnp.float32)
         return changes
 
     def _scale(self, changes: dict[str, Array]) -> Array:
@@ -324,11 +323,11 @@ class _TrainableQuantized(eqx.Module):
         dtype = self.q.format.scale_dtype
         return value_of(bits_to_scale(scale_to_bits(jax.lax.stop_gradient(scale), dtype), dtype), gradient_of=scale)
 
-    def _decode_codes(self, changes: dict[str, Array]) -> tuple[Array, Array]:
-        """Returns the codes, and their decoded values with a straight-through gradient."""
-        format, levels = self.q.format, self.q.format.decode(self.codes)
+    def _decode_codes(self, changes: dict[str, Array]) -> tuple[Array | None, Array]:
+        """Returns the codes if they change, and the decoded values with a straight-through gradient."""
+        format, levels = self.q.format, decode_packed(self.q.format, self.q.codes, row_length(self.q))
         if "codes" not in changes:
-            return self.codes, levels
+            return None, levels
         table, used = find_levels(format)
         gap = (table[used].max() - table[used].min()) / (used.sum() - 1)
         units = levels + changes["codes"] * float(gap * _LEVELS_PER_UNIT)
@@ -341,7 +340,8 @@ class _TrainableQuantized(eqx.Module):
         return logical_order(dense, as_axes(q.axis), q.lengths).astype(q.dtype)
 
     def finalize(self, changes: dict[str, Array]) -> QuantizedArray:
-        codes = packing.pack(self._decode_codes(changes)[0], self.q.format.bits)
+        codes = self._decode_codes(changes)[0]
+        codes = self.q.codes if codes is None else packing.pack(codes, self.q.format.bits)
         if "scale" not in changes:
             return dataclasses.replace(self.q, codes=codes)
         bits = scale_to_bits(self._scale(changes), self.q.format.scale_dtype)
@@ -351,10 +351,10 @@ class _TrainableQuantized(eqx.Module):
 def _make_trainable(leaf: Leaf, codes: bool) -> _TrainableFloats | _TrainableQuantized | None:
     """Returns the trainable form of a leaf, or `None` for a leaf that is not trained."""
     x = leaf.value
-    if is_quantized(x) and isinstance(x.format, AbstractVectorFormat):
-        return x.format.refuse(leaf.path) if codes else None
+    if is_quantized(x) and isinstance(x.format, AbstractVectorFormat) and codes:
+        x.format.refuse(leaf.path)
     if is_quantized(x):
-        part = _TrainableQuantized(x, packing.unpack(x.codes, x.format.bits, row_length(x)), codes)
+        part = _TrainableQuantized(x, codes)
         return part if part.start() else None
     if eqx.is_inexact_array(x) and place_reason(leaf) is not None:
         return _TrainableFloats(x)

@@ -77,6 +77,7 @@ int main(int argc, char** argv) {
   add_slice_tests();
   add_int8_tests();
   add_encode_tests();
+  add_trellis_tests();
   add_check_tests();
   int ran = 0, failed = 0;
   for (const Test& one : tests)

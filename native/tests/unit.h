@@ -26,6 +26,7 @@ void add_matmul_tests();
 void add_slice_tests();
 void add_int8_tests();
 void add_encode_tests();
+void add_trellis_tests();
 void add_check_tests();
 
 #endif  // EQQUANT_TESTS_UNIT_H_

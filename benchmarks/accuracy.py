@@ -108,6 +108,13 @@ def quantize_gptq(
     return lambda data: eqq.quantize_tree(data.model, rules, method=eqq.GPTQ(data.stats(), method=inner))
 
 
+def quantize_trellis(linear: int, words: int) -> Callable[["EvaluationData"], Any]:
+    """Bits of the linear layers and of the embeddings, of the rotated model."""
+    trellis = eqq.formats.Trellis
+    rules = {"embeddings.token_type.*": eqq.Int8(), "embeddings.*": trellis(words), "*": trellis(linear)}
+    return lambda data: eqq.quantize_tree(data.rotate_model(), rules, method=eqq.GPTQ(data.stats(rotated=True)))
+
+
 def quantize_learned(
     linear: eqq.extend.AbstractFormat,
     word_rules: Mapping[str, Any],
@@ -175,6 +182,10 @@ def recipes() -> dict[str, ModelRecipe]:
         "int4 learned": ModelRecipe(quantize_learned(int4, {})),
         "NF4 learned": ModelRecipe(quantize_learned(nf4, {})),
         "int3 in order": ModelRecipe(quantize_in_order(int3, {}, mse)),
+        "trellis 2.04": ModelRecipe(quantize_trellis(2, 2), 1, rotated=True),
+        "trellis 2.51": ModelRecipe(quantize_trellis(3, 2), 1, rotated=True),
+        "trellis 3.04": ModelRecipe(quantize_trellis(3, 3), 1, rotated=True),
+        "trellis 4.04": ModelRecipe(quantize_trellis(4, 4), 1, rotated=True),
         "2.57": ModelRecipe(quantize_learned(normal3_128, words(2, None, 3)), 1),
         "2.76": ModelRecipe(quantize_learned(normal3, words(2, None, 4), {"value": int5_64, "output": nf4}), 1),
         "3.30": ModelRecipe(quantize_learned(nf4, words(2, 64, 4), {"value": int5_64, "output": int5_64}), 1),

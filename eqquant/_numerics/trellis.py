@@ -9,6 +9,7 @@ Viterbi algorithm, with the windows as states. As a JAX primitive, on CPU it is 
 """
 
 import functools as ft
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -107,7 +108,7 @@ def encode(
     With `feedback` rows have at most a segment, and each path through the trellis makes up for its own errors.
     """
     *batch, length = values.shape
-    flat = lambda x: x.astype(jnp.float32).reshape(-1, length)
+    flat = lambda x: x.astype(jnp.float32).reshape(math.prod(batch), length)
     weights = jnp.ones_like(values) if weights is None else weights
     rows = TrellisRows(flat(values), flat(weights), feedback)
     leaves, tree = jtu.tree_flatten(_compat.vary_alike(rows))

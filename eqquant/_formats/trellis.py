@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
+from .._native.weight import Codec
 from .._numerics import trellis
 from .._numerics.blocks import absmax, BlockSize, divide
 from .base import AbstractSequenceFormat, Blocks, check_stored_float, Scales, StoredFloat
@@ -69,6 +70,10 @@ class Trellis(AbstractSequenceFormat):
     @property
     def levels(self) -> tuple[float, ...]:
         return tuple(np.unique(trellis.decode_windows()).tolist())
+
+    @property
+    def codec(self) -> Codec:
+        return Codec("trellis", (self.bits, trellis.MULTIPLIER), lowest=int(self.levels[0]))
 
     def choose_scale(self, blocks: Blocks) -> Scales:
         size, length = absmax(blocks), max(blocks.shape[-1], 1)

@@ -324,7 +324,7 @@ class _TrainableQuantized(eqx.Module):
         return value_of(bits_to_scale(scale_to_bits(jax.lax.stop_gradient(scale), dtype), dtype), gradient_of=scale)
 
     def _decode_codes(self, changes: dict[str, Array]) -> tuple[Array | None, Array]:
-        """Returns the codes if they change, and the decoded values with a straight-through gradient."""
+        """Returns the codes if they change, and the values, with a straight-through gradient."""
         format, levels = self.q.format, decode_packed(self.q.format, self.q.codes, row_length(self.q))
         if "codes" not in changes:
             return None, levels

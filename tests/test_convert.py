@@ -170,6 +170,24 @@ def test_shared_keys_and_scaled_rotations_for_llama_cpp(folder):
     np.testing.assert_allclose(out["rope_freqs.weight"], frequencies / scaled, rtol=1e-6)
 
 
+def test_hyperparameters_for_llama_cpp(folder):
+    """A window shorter than the context limits it."""
+    config = {**LLAMA, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 4096}
+    config |= {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    for window, context in ((None, 4096), (1024, 1024), (8192, 4096)):
+        (folder / "config.json").write_text(json.dumps({**config, "sliding_window": window}))
+        pairs = to_gguf(folder).metadata
+        assert {key.removeprefix("llama."): pairs[key] for key in pairs if key.startswith("llama.")} == pytest.approx(
+            {
+                **{"vocab_size": 8, "context_length": context, "embedding_length": 64, "block_count": 1},
+                **{"feed_forward_length": 32, "attention.head_count": 2, "attention.head_count_kv": 2},
+                **{"attention.key_length": 32, "attention.value_length": 32, "attention.layer_norm_rms_epsilon": 1e-5},
+                **{"rope.dimension_count": 32, "rope.freq_base": 5e5},
+                **{"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+            }
+        )
+
+
 @pytest.mark.parametrize(
     "file, change, message",
     [

@@ -206,6 +206,8 @@ def test_initial_factors(getkey):
     half = eqq.loraify({"w": weights(getkey(), (30, 40), jnp.bfloat16)}, 4, key=getkey())["w"]
     assert half.dtype == jnp.bfloat16 and half.a.dtype == jnp.float32
     assert (half @ jnp.ones(40, jnp.bfloat16)).dtype == half.dequantize().dtype == jnp.bfloat16
+    both = eqq.loraify([jnp.zeros((30, 40)), jnp.ones((30, 40))], 4, key=getkey())
+    assert not jnp.array_equal(both[0].a, both[1].a)
 
 
 # Training

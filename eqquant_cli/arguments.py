@@ -117,7 +117,7 @@ def parse_rules(
         pattern, equals, spelled = text.partition("=")
         if not equals:
             raise typer.BadParameter(f"Write it as 'PATTERN=FORMAT', such as 'layers.0.*=int8'. Got {text!r}.")
-        rules[pattern] = None if spelled.lower() in ("none", "float") else parse_format(spelled)
+        rules.setdefault(pattern, None if spelled.lower() in ("none", "float") else parse_format(spelled))
     if "*" in rules:
         return rules
     names = left(names, rules) if dialect in _LINEAR_ALONE else []

@@ -82,8 +82,10 @@ def test_long_names_fold(run, tmp_path):
 
 def test_quantize(run, checkpoint, tmp_path):
     out = tmp_path / "out.safetensors"
-    options = ("--bits", 4, "--group-size", 32, "--skip", "layers.0.*", "--rule", "embed.*=int8")
-    line = run("quantize", checkpoint, out, *options)
+    options = ("--bits", 4, "--group-size", 32, "--rule", "embed.*=int8")
+    # Neither rule wins: `--skip` comes before them, and of two rules the first.
+    losing = ("--rule", "layers.0.proj.*=int8", "--rule", "embed.*=int6", "--skip", "layers.0.*")
+    line = run("quantize", checkpoint, out, *options, *losing)
     assert line.count("\n") == 1 and "times smaller" in line and "in layers.1.proj.weight" in line
     assert ": 21.89 KB -> " in line
     loaded, floats = eqq.load(out), load_file(checkpoint)

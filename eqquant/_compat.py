@@ -315,32 +315,6 @@ def bind_checkpoint(f: Callable[..., list[Any]], args: list[Any], params: dict[s
     return remat_p.bind(*consts, *args, jaxpr=convert_constvars_jaxpr(jaxpr), **params)
 
 
-def support_custom_vjp_in_quax() -> None:
-    """Makes functions with `jax.custom_vjp` run under Quax, on dense operands.
-
-    Quax has no rule for them. JAX calls a method of the trace (`process_custom_vjp_call` in
-    https://github.com/nstarman/quax/blob/main/src/quax/_trace.py), and the method of the base class raises.
-    """
-    try:
-        from jax._src.core import set_current_trace
-        from quax._trace import _QuaxTrace, _QuaxTracer
-        from quax._values import _dense
-    except ImportError:  # pragma: no cover
-        return
-
-    def process_custom_vjp_call(
-        self: Any, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
-    ) -> Any:
-        values = [self.to_value(tracer) for tracer in tracers]
-        with set_current_trace(self.parent_trace):
-            arrays = [jnp.asarray(value.materialise()) for value in values]  # Python numbers have no shape
-            out = self.parent_trace.process_custom_vjp_call(primitive, fun, fwd, bwd, arrays, **params)
-        return [_QuaxTracer(self, _dense(x)) for x in out]
-
-    if "process_custom_vjp_call" not in vars(_QuaxTrace):
-        _QuaxTrace.process_custom_vjp_call = process_custom_vjp_call  # pyright: ignore
-
-
 def evaluate_jit_by_quax(*operands: Any, jaxpr: Any, **params: Any) -> Any:
     """Evaluates a `jit` as Quax does, whose rule for it ours replaces."""
     try:
@@ -353,7 +327,7 @@ def evaluate_jit_by_quax(*operands: Any, jaxpr: Any, **params: Any) -> Any:
 def find_quax_operation() -> str | None:
     """Returns the name of the primitive that Quax is evaluating, or `None`."""
     for frame in _callers():
-        in_rules = frame.f_globals.get("__name__") == "quax._trace" or frame.f_code.co_name == "process_custom_vjp_call"
+        in_rules = frame.f_globals.get("__name__") in ("quax._trace", "eqquant._matmul.checkpoint_rules")
         if in_rules and "primitive" in frame.f_locals:
             return str(frame.f_locals["primitive"])
     return None

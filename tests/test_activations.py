@@ -922,8 +922,6 @@ def in_checkpointed_loop(w, x):
     [
         (lambda w, x: jnp.sin(w) @ x, "sin"),
         (lambda w, x: jnp.sin(2 * w) @ x, "sin"),
-        (with_own_gradient, "custom_vjp_call"),
-        (in_checkpointed_loop, "custom_vjp_call"),
     ],
 )
 def test_operations_without_a_rule_warn_about_float_activations(getkey, f, operation):
@@ -940,6 +938,21 @@ def test_operations_without_a_rule_warn_about_float_activations(getkey, f, opera
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
     with eqq.no_dense(), pytest.raises(RuntimeError, match=rf"`{operation}` has no packed form"):
         quaxified(q, x)
+
+
+@pytest.mark.parametrize("f", [with_own_gradient, in_checkpointed_loop])
+def test_gradients_by_the_rule_of_a_user_are_those_of_floats(getkey, f):
+    q, x = eqq.quantize(jr.normal(getkey(), (64, 64)) / 8, "int8"), jr.normal(getkey(), (64,))
+    w = eqq.arrays.ActivationQuantizedArray(q, "int8")
+    quaxified = eqq.quaxify(f)
+    with eqq.no_dense():
+        y = jax.jit(quaxified)(w, x)
+    dense = f(q.dequantize(), x)
+    assert 1e-4 < jnp.abs(y - dense).max() < 0.03 * jnp.abs(dense).max()  # activations are rounded
+    with pytest.warns(UserWarning, match=r"`custom_[jv]*p_call`, at .*test_activations.py:\d+ in"):
+        gradient = jax.grad(lambda x: jnp.sum(quaxified(w, x)))(x)
+    expected = jax.grad(lambda x: jnp.sum(f(q.dequantize(), x)))(x)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", [eqq.Int8(), eqq.Int4(32)])  # codes are multiplied, or decoded

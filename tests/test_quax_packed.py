@@ -72,6 +72,23 @@ def in_loop(w, x):
     return lax.fori_loop(0, 2, lambda _, y: jnp.tanh(product(w[0], x)) + y, jnp.zeros((2, 48)))
 
 
+identity, own_jvp, own_vjp = jax.custom_jvp(lambda w: w), jax.custom_jvp(product), jax.custom_vjp(product)
+# Their rules return three times the derivative.
+identity.defjvp(lambda primals, tangents: (primals[0], 3 * tangents[0]))
+own_jvp.defjvp(
+    lambda primals, tangents: jax.jvp(
+        lambda w, x: (y := product(w, x)) + 2 * (y - lax.stop_gradient(y)), primals, tangents
+    )
+)
+own_vjp.defvjp(lambda w, x: (product(w, x), (w, x)), lambda saved, dy: jax.vjp(product, *saved)[1](3 * dy))
+
+
+def in_checkpointed_loop(w, x):
+    step = lambda carry: (jnp.tanh(product(w[1], x)) + carry[0], carry[1] + 1)
+    more = lambda carry: carry[1] < 2
+    return eqx.internal.while_loop(more, step, (jnp.zeros((2, 48)), 0), kind="checkpointed", max_steps=4)[0]
+
+
 # Functions of a stack and of `x`, `(2, 64)`, whose every product can be packed.
 PROGRAMS = {
     "times one": lambda w, x: product(w[0] * 1, x),
@@ -96,6 +113,10 @@ PROGRAMS = {
     "checkpoint with a policy": lambda w, x: jax.checkpoint(
         product, policy=jax.checkpoint_policies.everything_saveable, prevent_cse=False
     )(w[1], x),
+    "custom_jvp": lambda w, x: own_jvp(w[1], x),
+    "custom_vjp": lambda w, x: own_vjp(w[1], x),
+    "custom_jvp of a weight": lambda w, x: product(identity(w[1]), x),
+    "checkpointed loop": in_checkpointed_loop,
     "name": lambda w, x: product(checkpoint_name(w[1], "w"), x),
     "jit": lambda w, x: jax.jit(product)(w[1], x),
     "take": lambda w, x: product(jnp.take(w, 2, axis=0), x),
@@ -184,6 +205,17 @@ def with_rounded_inputs(name, w, x):
     # The rows of `x` differ by their sign alone. So rounding multiplies each input of a layer by a ratio of its own.
     ratio = round_inputs(x[:1]) / x[:1]
     return PROGRAMS[name](w.dequantize() * ratio[:, None], x)
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("name", ["custom_jvp", "custom_vjp", "checkpointed loop"])
+def test_gradients_of_weights_take_the_rule_of_a_user(arguments, name, compile):
+    q, x = nf4(arguments[0]), arguments[1]
+    total = lambda f: lambda w: jnp.sum(jnp.sin(f(w, x)))
+    gradient = eqq.filter_grad(total(compile(eqq.quaxify(PROGRAMS[name]))))(q)
+    (found,) = jax.tree.leaves(eqx.filter(gradient, eqx.is_inexact_array))
+    expected = jax.grad(total(PROGRAMS[name]))(q.dequantize())
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=5e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*its products quantize no activations:UserWarning")

@@ -19,7 +19,7 @@ def quaxify(fn: _Function, /, filter_spec: PyTree = True) -> _Function:
 
     Inside the function, every `jax.lax.dot_general`, and so `jnp.matmul` and `jnp.einsum`, uses the quantized matmul
     where the dimensions allow it. Transposes, reshapes, slices and concatenations stay quantized where that is exact.
-    Everything else dequantizes.
+    Everything else dequantizes, as do derivatives of functions with a `custom_vjp` or `custom_jvp`.
 
     !!! Example
 

@@ -305,9 +305,9 @@ CLIENTS = {
     "flowjax": Client("flowjax", coupling_flow, log_prob, normal(64, 16), quick=True),
     "marin-haliax": Client("haliax", haliax_stack, fold, normal(64, 64), quick=True, plain=False),
     "expaloma": Client("expaloma", charges, compute_charges, molecules),
-    "diffrax": Client("diffrax", vector_field, solve_ode, normal(32, 16), quaxified=False),
+    "diffrax": Client("diffrax", vector_field, solve_ode, normal(32, 16)),
     "lineax": Client("lineax", vector_field, solve_linear, normal(8, 16), quaxified=False, hidden=True),
-    "banax": Client("banax", lambda: Equilibrium(jr.key(0)), over(), normal(32, 16), quaxified=False),
+    "banax": Client("banax", lambda: Equilibrium(jr.key(0)), over(), normal(32, 16)),
     "pdequinox": Client(
         "pdequinox",
         unet,

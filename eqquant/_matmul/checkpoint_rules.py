@@ -1,4 +1,4 @@
-"""Quax rules of `jax.checkpoint`, `custom_vjp` and `custom_jvp`, which keep quantized arrays packed."""
+"""Quax rules of `jax.checkpoint` and custom derivatives, which keep arrays packed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +17,10 @@ from .._types import PyTree
 
 
 def _support_custom_derivatives(name: str) -> None:
-    """Lets Quax run a function with a custom derivative on packed values. Its derivative is that of dense operands.
+    """Lets Quax run a function with a custom derivative on packed values.
 
-    A function that returns packed values, such as an identity, runs as Quax does it.
+    Its derivative is that of dense operands, by the user's rule. A function that returns packed values, such as an
+    identity, runs as Quax does it.
 
     JAX calls a method of the trace (https://github.com/nstarman/quax/blob/main/src/quax/_trace.py). Quax has none for
     `custom_vjp`, and that for `custom_jvp` builds values of tangents, which codes do not have.
@@ -40,7 +41,7 @@ def _support_custom_derivatives(name: str) -> None:
         wrap = lambda arrays: [_QuaxTracer(self, self.to_value(y)) for y in arrays]
 
         def forget_results() -> None:
-            """Allows another call of functions that record the structure of their results once."""
+            """Allows another call of functions that record the structure of results once."""
             for store in [store for f in (fun, *rules) for store in f.stores if store is not None]:
                 store.reset()
 

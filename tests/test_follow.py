@@ -224,6 +224,7 @@ SUMS = {
     "lax.complex": lax.complex,
     "difference": lambda a, b: a - b,
     "joined": lambda a, b: jnp.concatenate([a + b, a]),
+    "parts": lambda a, b: jnp.concatenate([a[:4] + b[:4], a[4:] - b[4:]]),
 }
 
 
@@ -240,6 +241,55 @@ def test_sums_of_weights(way):
     for leaf in stats.values():
         assert (leaf.axis, leaf.note) == (-1, "")
         close(leaf.gram, gram(x))
+
+
+def _add_layers(x, pair):
+    return jnp.tanh(x @ (pair[0] - pair[1]).T), None
+
+
+def _unroll(pair, x):
+    for n in range(len(pair[0])):
+        x, _ = _add_layers(x, (pair[0][n], pair[1][n]))
+    return x
+
+
+def _scan_pairs(pair, x):
+    merge = lambda w: w.reshape(2, 2, 12, 12).swapaxes(0, 1).reshape(4, 12, 12)
+    return lax.scan(_add_layers, x, tuple(map(merge, pair)))[0]
+
+
+SUMS_OF_LAYERS = {
+    "scan": lambda pair, x: lax.scan(_add_layers, x, pair)[0],
+    "reverse": lambda pair, x: lax.scan(_add_layers, x, pair, reverse=True)[0],
+    "two scans": lambda pair, x: lax.scan(
+        _add_layers, lax.scan(_add_layers, x, (pair[0][:3], pair[1][:3]))[0], (pair[0][3:], pair[1][3:])
+    )[0],
+    "two digits": _scan_pairs,
+    "unrolled": _unroll,
+}
+
+
+@pytest.mark.parametrize("way", SUMS_OF_LAYERS)
+def test_sums_of_layers(way):
+    """A sum of two stacks is followed layer by layer."""
+    pair, x = (normal(4, 12, 12) / 4, normal(4, 12, 12, seed=2) / 4), inputs()
+    wanted = [None] * 4
+    for n in {"reverse": (3, 2, 1, 0), "two digits": (0, 2, 1, 3)}.get(way, range(4)):
+        wanted[n] = gram(x)
+        x = _add_layers(x, (pair[0][n], pair[1][n]))[0]
+    for leaf in collect_stats(pair, [inputs()], apply=SUMS_OF_LAYERS[way], gram=True).values():
+        assert (leaf.axis, leaf.note) == (-1, "")
+        close(leaf.gram, np.stack(wanted))
+
+
+def test_sums_of_different_layers_are_not_followed():
+    pair = normal(4, 12, 12), normal(4, 12, 12, seed=2)
+
+    def apply(pair, x):
+        return lax.scan(_add_layers, x, (pair[0], pair[1][::-1]))[0]
+
+    first, second = collect_stats(pair, [inputs()], apply=apply).values()
+    assert first.axis == -1 and second.axis is None, second.note
 
 
 def test_a_weight_added_to_itself_counts_once():

@@ -127,10 +127,9 @@ _SUMS = ("add", "add_any", "sub", "complex")
 
 
 def _arranged_alike(facts: Sequence[Fact]) -> TypeGuard[Sequence[View]]:
-    """Whether two facts are views with the same digits along all axes."""
-    views = [fact for fact in facts if isinstance(fact, View)]
-    whole = lambda view: all(d.at is None for digits in (*view.axes, view.fixed) for d in digits or ())
-    return len(views) == 2 and all(map(whole, views)) and views[0][1:4] == views[1][1:4]
+    """Whether two facts are views that hold the values of their weights in the same places."""
+    first, *rest = facts
+    return isinstance(first, View) and all(isinstance(f, View) and f.arrangement == first.arrangement for f in rest)
 
 
 def _compare(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:

@@ -4,6 +4,7 @@ In a loop over stacked layers, the view of a weight holds the index of the curre
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxtyping import Array
 
 from .. import _compat
 from .facts import AbstractRun, combine_facts, Data, Fact, Parameter, Result
-from .views import Concatenated, View
+from .views import Concatenated, Digit, View
 
 
 def run_call(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -103,11 +104,12 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
 
     def step(carry: list[Array], indexed: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
         index, slices = indexed
+        taken: dict[tuple[Any, ...], Digit] = {}
         known = [
             *[Parameter] * len(body_consts),
             *const_facts,
             *kept,
-            *(_take_layer(fact, index) for fact in xs_facts),
+            *(_take_layer(fact, index, taken) for fact in xs_facts),
         ]
         outputs, after[:] = run.run(body, [*body_consts, *consts, *carry, *slices], known)
         return outputs[:count], outputs[count:]
@@ -125,8 +127,8 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
     return [*carry, *ys], [*kept, *[combine_facts([*facts, *kept])] * len(ys)]
 
 
-def _take_layer(fact: Fact, index: Array) -> Fact:
-    """Returns the fact about one entry along the first axis."""
+def _take_layer(fact: Fact, index: Array, taken: dict[tuple[Any, ...], Digit]) -> Fact:
+    """Returns the fact about one entry along the first axis. Stacks of the same layers share the digits in `taken`."""
     if not isinstance(fact, View):
         return Parameter if isinstance(fact, Concatenated) else fact
     first = fact.axes[0]
@@ -134,7 +136,7 @@ def _take_layer(fact: Fact, index: Array) -> Fact:
     if first is not None:
         inner = 1
         for digit in reversed(first):
-            values = jnp.asarray(digit.values)
-            fixed.append(digit._replace(at=values[index // inner % digit.size]))
+            at = jnp.asarray(digit.values)[index // inner % digit.size]
+            fixed.append(taken.setdefault((inner, digit.key), digit._replace(at=at)))
             inner *= digit.size
     return fact._replace(axes=fact.axes[1:], fixed=tuple(fixed))

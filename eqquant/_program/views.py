@@ -41,6 +41,12 @@ class Digit(NamedTuple):
         """Whether the selected values are known only when the program runs."""
         return isinstance(self.at, jax.Array)
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for digits with the same values. A traced selection is equal to itself alone."""
+        at = id(self.at) if self.at is None or self.is_traced else tuple(np.atleast_1d(self.at).tolist())
+        return self.axis, self.length, self.stride, at
+
 
 Digits = tuple[Digit, ...] | None  # the digits along one axis of an array; `None` if unknown
 
@@ -65,6 +71,12 @@ class View(NamedTuple):
     def terms(self) -> list["View"]:
         """The view of each weight in the sum."""
         return [self._replace(weight=n, added=()) for n in (self.weight, *self.added)]
+
+    @property
+    def arrangement(self) -> tuple[Any, ...]:
+        """Equal for views that hold the values of their weights in the same places."""
+        keys = [digits and tuple(digit.key for digit in digits) for digits in (*self.axes, self.fixed)]
+        return len(self.axes), self.looked_up, keys
 
 
 class Concatenated(NamedTuple):

@@ -52,8 +52,8 @@ def main() -> None:
     order = np.random.default_rng(0).permutation(len(digits.data))
     x, y = jnp.asarray(digits.data[order] / 16, jnp.float32), jnp.asarray(digits.target[order])
     turned = x.reshape(-1, 8, 8)[:, ::-1].reshape(-1, 64)
-    print("| learning rate, steps | seed | base | factors | merged | merged, MSE | merged, GPTQ |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print("| learning rate, steps | seed | base | factors | merged | merged, MSE | merged, GPTQ | distilled |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for rate, steps in RUNS:
         for seed in range(args.seeds):
             model = eqx.nn.MLP(64, 10, 128, 2, key=jr.key(seed))
@@ -63,9 +63,10 @@ def main() -> None:
             optimizer = eqq.train_only(optax.adam(rate), eqq.trainable_mask(adapted))
             adapted = train(adapted, turned[:1400], y[:1400], optimizer, steps, eqq.filter_grad)
             dense = eqq.merge_lora(adapted, dense=True)
-            stats = eqq.calibrate.collect_stats(dense, [turned[:1400]], gram=True)
-            merges = (None, eqq.MSE(), eqq.GPTQ(stats))
-            models = (base, adapted, *(eqq.merge_lora(adapted, method=method) for method in merges))
+            batches = [turned[start : start + 200] for start in range(0, 1400, 200)]
+            stats = eqq.calibrate.collect_stats(dense, batches, gram=True)
+            merged = [eqq.merge_lora(adapted, method=method) for method in (None, eqq.MSE(), eqq.GPTQ(stats))]
+            models = (base, adapted, *merged, eqq.distill(merged[-1], dense, batches, progress=False))
             losses = " | ".join(f"{cross_entropy(m, turned[1400:], y[1400:]):.3f}" for m in models)
             print(f"| {rate:g}, {steps} | {seed} | {losses} |", flush=True)
 

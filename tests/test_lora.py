@@ -334,6 +334,9 @@ def test_merge_with_statistics_keeps_the_gain(getkey):
     assert jtu.tree_structure(merged) == jtu.tree_structure(layer)
     error = lambda m: float(jnp.linalg.norm(jax.vmap(m)(x) - jax.vmap(dense)(x)))
     assert error(merged) < 0.5 * error(plain)
+    distilled = eqq.distill(merged, dense, [x], held_out=[x], progress=False)
+    assert jtu.tree_structure(distilled) == jtu.tree_structure(layer)
+    assert error(distilled) < error(merged)
     with pytest.raises(ValueError, match="weight"):
         eqq.merge_lora({"other": adapted}, method=eqq.GPTQ(stats))
 

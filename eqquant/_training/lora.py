@@ -187,8 +187,10 @@ def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None 
         ```
 
         ```python
-        stats = eqq.calibrate.collect_stats(eqq.merge_lora(model, dense=True), batches, gram=True)
-        model = eqq.merge_lora(model, method=eqq.GPTQ(stats))  # keeps more of what short training gained
+        dense = eqq.merge_lora(model, dense=True)
+        stats = eqq.calibrate.collect_stats(dense, batches, gram=True)
+        merged = eqq.merge_lora(model, method=eqq.GPTQ(stats))  # keeps more of what short training gained
+        merged = eqq.distill(merged, dense, batches)  # and nearly all of it
         ```
 
     A code changes only if the factors change its value by about half a step. After a short training few do, and

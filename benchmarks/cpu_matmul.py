@@ -51,6 +51,7 @@ FORMATS = {
     "int2": eqq.Int2(),
     "iq3_s": eqq.formats.IQ3_S(),
     "iq2_xxs": eqq.formats.IQ2_XXS(),
+    "trellis2": eqq.formats.Trellis(2),
     "ternary": eqq.Ternary(),
     "binary": eqq.Binary(),
     "int8": eqq.Int8(),

@@ -21,7 +21,7 @@ CALL = "eqquant_cpu_decode"
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 NARROW = [n for n in FORMATS if FORMATS[n].format.bits < 8 and not has_offsets(FORMATS[n].format)]
 KINDS = ("nf4", "nf4_double", "int4_affine", "mxfp4", "nvfp4", "q4_0", "int2", "binary", "int5_affine", "q6_k")
-VECTORS = ("iq2_xs", "iq3_s", "iq1_m")
+VECTORS = ("iq2_xs", "iq3_s", "iq1_m", "trellis2")
 
 
 def same_bits(a, b):

@@ -27,7 +27,7 @@ from .helpers import assert_close, assert_same, FORMATS, sqnr, temp_bytes, VECTO
 
 
 GOLDEN = Path(__file__).parent / "golden"
-every_vector = pytest.mark.parametrize("name", VECTORS)
+every_vector = pytest.mark.parametrize("name", [name for name in VECTORS if name.startswith("iq")])
 one = pytest.mark.parametrize("name", ["iq2_xs"])
 needs_native = pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
 

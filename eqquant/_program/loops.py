@@ -128,7 +128,10 @@ def run_scan(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
 
 
 def _take_layer(fact: Fact, index: Array, taken: dict[tuple[Any, ...], Digit]) -> Fact:
-    """Returns the fact about one entry along the first axis. Stacks of the same layers share the digits in `taken`."""
+    """Returns the fact about one entry along the first axis.
+
+    Weights with the same layers share the digits in `taken`.
+    """
     if not isinstance(fact, View):
         return Parameter if isinstance(fact, Concatenated) else fact
     first = fact.axes[0]

@@ -4,42 +4,9 @@
 #include <utility>
 
 #include "core/matmul.h"
-#include "encode/encode.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "ffi/buffers.h"
 
 namespace {
-
-bool float_type(ffi::DataType type, int32_t* out) {
-  switch (type) {
-    case ffi::DataType::F32: *out = kFloat32; return true;
-    case ffi::DataType::BF16: *out = kBFloat16; return true;
-    case ffi::DataType::F16: *out = kFloat16; return true;
-    default: return false;
-  }
-}
-
-// (*batch, rows, columns), the batch folded into one axis.
-struct Matrix {
-  int64_t batch, rows, columns;
-};
-
-bool as_matrix(ffi::AnyBuffer buffer, Matrix* out) {
-  const auto dims = buffer.dimensions();
-  if (dims.size() < 2) return false;
-  out->batch = 1;
-  for (size_t i = 0; i + 2 < dims.size(); ++i) out->batch *= dims[i];
-  out->rows = dims[dims.size() - 2];
-  out->columns = dims[dims.size() - 1];
-  return true;
-}
-
-ffi::Error bad(const char* why) { return ffi::Error::InvalidArgument(std::string("eqquant_cpu: ") + why); }
-ffi::Error done(bool enough) {
-  if (enough) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "eqquant_cpu: there is not enough memory");
-}
 
 // Indices into the attribute `weight`, which must match `cpu._attributes`.
 enum WeightAttr {
@@ -290,133 +257,6 @@ ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer sca
   return done(run_decode(*isa, p, pool, pool.num_threads()));
 }
 
-// Rows that one thread takes at a time: some 64 thousand values.
-int64_t rows_at_a_time(int64_t k) { return k < 65536 ? 65536 / (k < 1 ? 1 : k) : 1; }
-
-template <typename Work>
-void by_rows(ffi::ThreadPool& pool, int64_t n, int64_t k, const Work& work) {
-  const int64_t step = rows_at_a_time(k), units = (n + step - 1) / step;
-  run_units(pool, units, pool.num_threads(), [&](int64_t unit, int64_t) {
-    const int64_t first = unit * step;
-    work(first, first + step < n ? first + step : n);
-  });
-}
-
-// Arguments: x, divisor, and then factor, offset and shift if there are any; all with one value for each block but x.
-ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisor, ffi::RemainingArgs rest,
-                  ffi::Result<ffi::AnyBuffer> y, int32_t bits, int64_t block_size, bool factor, bool offset, bool shift,
-                  int32_t rule, float bias, int32_t nan, ffi::Span<const int32_t> steps,
-                  ffi::Span<const int32_t> codes) {
-  const char* why = nullptr;
-  const Isa* isa = choose_isa(&why);
-  if (isa == nullptr) return bad(why);
-  EncodeProblem p = {};
-  Matrix xs, ds, ys;
-  if (!as_matrix(x, &xs) || !as_matrix(divisor, &ds) || !as_matrix(*y, &ys))
-    return bad("arrays must have at least two dimensions");
-  if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
-  if (divisor.element_type() != ffi::DataType::F32 || y->element_type() != ffi::DataType::U8)
-    return bad("scales must be float32, and codes uint8");
-  p.n = xs.batch * xs.rows;
-  p.k = xs.columns;
-  p.blocks = ds.columns;
-  if (ds.batch * ds.rows != p.n || ys.batch * ys.rows != p.n) return bad("arrays differ in their rows");
-  if (rest.size() != size_t{factor} + size_t{offset} + size_t{shift})
-    return bad("arguments and flags differ in number");
-  const float** const wanted[] = {&p.factor, &p.offset, &p.shift};
-  const bool given[] = {factor, offset, shift};
-  for (size_t i = 0, at = 0; i < 3; ++i) {
-    if (!given[i]) continue;
-    auto found = rest.get<ffi::AnyBuffer>(at++);
-    if (!found.has_value() || found->element_type() != ffi::DataType::F32 ||
-        found->element_count() != divisor.element_count())
-      return bad("what belongs to blocks must be float32, one value for each");
-    *wanted[i] = static_cast<const float*>(found->untyped_data());
-  }
-  if (codes.size() != steps.size() + 1) return bad("there must be one code more than steps");
-  p.x = x.untyped_data();
-  p.divisor = static_cast<const float*>(divisor.untyped_data());
-  p.y = static_cast<uint8_t*>(y->untyped_data());
-  p.words = ys.columns;
-  p.block_size = block_size;
-  p.bits = bits;
-  p.rule = rule;
-  p.nan = nan;
-  p.bias = bias;
-  p.steps = steps.begin();
-  p.codes = codes.begin();
-  p.num_steps = static_cast<int64_t>(steps.size());
-  char text[200];
-  if (const char* wrong = check_encode(p, text, sizeof text)) return bad(wrong);
-  const EncodeKernel& kernel = encode_kernel(*isa);
-  by_rows(pool, p.n, p.k, [&](int64_t first, int64_t last) { kernel.encode(&p, first, last); });
-  return ffi::Error::Success();
-}
-
-// Arguments: values, weights of their errors, and feedback if there is any.
-ffi::Error encode_trellis(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::AnyBuffer weights, ffi::RemainingArgs rest,
-                          ffi::Result<ffi::AnyBuffer> y, int32_t bits, int64_t multiplier) {
-  const char* why = nullptr;
-  const Isa* isa = choose_isa(&why);
-  if (isa == nullptr) return bad(why);
-  Matrix xs, ws, ys;
-  if (!as_matrix(values, &xs) || !as_matrix(weights, &ws) || !as_matrix(*y, &ys))
-    return bad("arrays must have at least two dimensions");
-  const auto f32 = ffi::DataType::F32;
-  if (values.element_type() != f32 || weights.element_type() != f32 || y->element_type() != ffi::DataType::U8)
-    return bad("values and weights must be float32, and codes uint8");
-  TrellisProblem p = {};
-  p.n = xs.batch * xs.rows;
-  p.rows = xs.rows;
-  p.k = xs.columns;
-  p.words = ys.columns;
-  if (weights.element_count() != values.element_count() || ws.columns != p.k || ys.batch * ys.rows != p.n)
-    return bad("arrays differ in their rows");
-  if (rest.size() > 0) {
-    auto found = rest.get<ffi::AnyBuffer>(0);
-    Matrix fs;
-    if (!found.has_value() || found->element_type() != f32 || !as_matrix(*found, &fs) || fs.batch != xs.batch ||
-        fs.rows != p.k || fs.columns != p.k)
-      return bad("feedback must be float32, a square for each matrix of values");
-    p.feedback = static_cast<const float*>(found->untyped_data());
-  }
-  p.values = static_cast<const float*>(values.untyped_data());
-  p.weights = static_cast<const float*>(weights.untyped_data());
-  p.y = static_cast<uint8_t*>(y->untyped_data());
-  p.bits = bits;
-  p.multiplier = static_cast<uint32_t>(multiplier);
-  char text[200];
-  if (const char* wrong = check_trellis(p, text, sizeof text)) return bad(wrong);
-  const int64_t size = (trellis_bytes(p) + 63) / 64 * 64, workers = p.n < pool.num_threads() ? p.n : pool.num_threads();
-  char* memory = static_cast<char*>(allocate_aligned(workers * size));
-  if (memory == nullptr) return done(false);
-  const EncodeKernel& kernel = encode_kernel(*isa);
-  run_units(pool, p.n, workers, [&](int64_t row, int64_t worker) {
-    kernel.trellis(&p, row, row + 1, reinterpret_cast<TrellisMemory*>(memory + worker * size));
-  });
-  free_aligned(memory);
-  return ffi::Error::Success();
-}
-
-// One value of each row.
-ffi::Error reduce(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, int32_t kind) {
-  const char* why = nullptr;
-  const Isa* isa = choose_isa(&why);
-  if (isa == nullptr) return bad(why);
-  Matrix xs;
-  if (!as_matrix(x, &xs)) return bad("arrays must have at least two dimensions");
-  const int64_t n = xs.batch * xs.rows;
-  if (x.element_type() != ffi::DataType::F32 || y->element_type() != ffi::DataType::F32)
-    return bad("values must be float32");
-  if (static_cast<int64_t>(y->element_count()) != n) return bad("the result must have one value for each row");
-  if (kind < kLargest || kind > kHigh) return bad("the kind of reduction is not known");
-  const ReduceProblem p = {static_cast<const float*>(x.untyped_data()), static_cast<float*>(y->untyped_data()), n,
-                           xs.columns, kind};
-  const EncodeKernel& kernel = encode_kernel(*isa);
-  by_rows(pool, n, p.k, [&](int64_t first, int64_t last) { kernel.reduce(&p, first, last); });
-  return ffi::Error::Success();
-}
-
 // The arguments and attributes of a weight, which all functions have. More attributes may follow.
 template <typename Binding>
 auto bind_weight(Binding&& binding) {
@@ -433,12 +273,6 @@ auto bind_weight(Binding&& binding) {
 }
 
 }  // namespace
-
-#if defined(_WIN32)
-#define EQQ_EXPORT extern "C" __declspec(dllexport)
-#else
-#define EQQ_EXPORT extern "C" __attribute__((visibility("default")))
-#endif
 
 EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul(XLA_FFI_CallFrame* call_frame) {
   static auto* handler = bind_weight(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>())
@@ -464,53 +298,6 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_matmul_int8(XLA_FFI_CallFrame* call_frame)
 
 EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_decode(XLA_FFI_CallFrame* call_frame) {
   static auto* handler = bind_weight(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()).Attr<bool>("clip").To(decode).release();
-  return handler->Call(call_frame);
-}
-
-EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_encode(XLA_FFI_CallFrame* call_frame) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::ThreadPool>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Arg<ffi::AnyBuffer>()
-                             .RemainingArgs()
-                             .Ret<ffi::AnyBuffer>()
-                             .Attr<int32_t>("bits")
-                             .Attr<int64_t>("block_size")
-                             .Attr<bool>("factor")
-                             .Attr<bool>("offset")
-                             .Attr<bool>("shift")
-                             .Attr<int32_t>("rule")
-                             .Attr<float>("bias")
-                             .Attr<int32_t>("nan")
-                             .Attr<ffi::Span<const int32_t>>("steps")
-                             .Attr<ffi::Span<const int32_t>>("codes")
-                             .To(encode)
-                             .release();
-  return handler->Call(call_frame);
-}
-
-EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_encode_trellis(XLA_FFI_CallFrame* call_frame) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::ThreadPool>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Arg<ffi::AnyBuffer>()
-                             .RemainingArgs()
-                             .Ret<ffi::AnyBuffer>()
-                             .Attr<int32_t>("bits")
-                             .Attr<int64_t>("multiplier")
-                             .To(encode_trellis)
-                             .release();
-  return handler->Call(call_frame);
-}
-
-EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_reduce(XLA_FFI_CallFrame* call_frame) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::ThreadPool>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Ret<ffi::AnyBuffer>()
-                             .Attr<int32_t>("kind")
-                             .To(reduce)
-                             .release();
   return handler->Call(call_frame);
 }
 

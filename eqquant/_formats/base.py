@@ -200,7 +200,7 @@ class AbstractVectorFormat(AbstractFormat):
     """
 
     segment: AbstractClassVar[int]
-    # What errors name.
+    # The methods that errors offer.
     methods: ClassVar[str] = "AbsMax, MSE, JointMSE and HQQ"
 
     @property
@@ -247,7 +247,7 @@ class AbstractVectorFormat(AbstractFormat):
 
 
 class AbstractSequenceFormat(AbstractVectorFormat):
-    """A format whose codes are found by a search along a row, a value after another.
+    """A format whose codes are found by a search along a row, one value after another.
 
     So the search can correct the error of each value in the values that follow, for [`eqquant.GPTQ`][].
     """
@@ -261,10 +261,10 @@ class AbstractSequenceFormat(AbstractVectorFormat):
         weights: Float32[Array, "*batch length"] | None = None,
         feedback: Float32[Array, "length length"] | None = None,
     ) -> UInt8[Array, "*batch bytes"]:
-        """Returns the packed codes of the sequences of least squared error.
+        """Returns the packed codes of sequences of small squared error.
 
-        `feedback[i, j]` says how much of the error of value `i` is subtracted from value `j` after it. Then a row has
-        at most `segment` values.
+        `feedback[i, j]` says how much of the error of value `i` is subtracted from value `j` after it. With it a row
+        has at most `segment` values.
         """
 
 

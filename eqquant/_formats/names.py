@@ -48,7 +48,7 @@ _REMEDIES = {
 
 
 def as_format(format: AbstractFormat | str, argument: str = "format") -> AbstractFormat:
-    """Returns the format of a lower-case name: `"nf4"`, or with its bits `"trellis2"`.
+    """Returns the format of a lower-case name: `"nf4"`, or one with bits, `"trellis2"`.
 
     Returns a format unchanged.
 
@@ -61,17 +61,17 @@ def as_format(format: AbstractFormat | str, argument: str = "format") -> Abstrac
         raise TypeError(f"`{argument}` must be an instance. Got the class {name}. Write `{name}()`.")
     if not isinstance(format, str):
         raise TypeError(f"`{argument}` must be a format or the name of one. Got {format!r}. For instance 'int8'.")
-    cls = FORMATS.get(format.lower())
-    if cls is None and (with_bits := FORMATS.get(format[:-1].lower())) and format[-1:].isdecimal():
-        if "bits" in with_bits.__dataclass_fields__:  # "trellis2", "mlx4"
-            return with_bits(bits=int(format[-1]))  # pyright: ignore[reportCallIssue]
+    cls, fields = FORMATS.get(format.lower()), {}
+    if cls is None and format[-1:].isdecimal():  # "trellis2", "mlx4"
+        cls, fields = FORMATS.get(format[:-1].lower()), {"bits": int(format[-1])}
+        cls = cls if cls is not None and "bits" in cls.__dataclass_fields__ else None
     if cls is None:
         remedy = _REMEDIES.get(format.lower().replace("-", "").replace("_", "")) or did_you_mean(
             format.lower(), FORMATS
         )
         raise ValueError(f"`{argument}` must be one of {', '.join(sorted(FORMATS))}. Got {format!r}. {remedy}".rstrip())
     try:
-        return cls()  # pyright: ignore[reportCallIssue]
+        return cls(**fields)  # pyright: ignore[reportCallIssue]
     except TypeError:
         raise ValueError(
             f"`{argument}` {format!r} has no defaults, so its name is not enough. Got {format!r}. Construct it: "

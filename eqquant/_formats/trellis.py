@@ -11,27 +11,26 @@ from .._numerics.blocks import absmax, BlockSize, divide
 from .base import AbstractSequenceFormat, Blocks, check_stored_float, Scales, StoredFloat
 
 
-# Values of more than so many times a scale are cut off: sums of their squares stay finite.
+# Values are clipped to so many scales, so that sums of squares stay finite.
 _FAR = 1e4
 # The standard deviation of values in units of the scale, at which normally distributed values have the least error.
 _DEVIATIONS = {1: 40.0, 2: 36.0, 3: 34.0, 4: 33.0}
 # The squared error there, in the same units.
 _ERRORS = {1: 454.0, 2: 98.0, 3: 22.2, 4: 5.38}
-# Larger scales, which cut fewer outliers off.
+# Multiples of the smallest scale to try: larger ones clip fewer outliers.
 _FACTORS = np.geomspace(1, 16, 13).astype(np.float32)
 
 
 class Trellis(AbstractSequenceFormat):
-    r"""A trellis code: a value is a hash of 12 bits, all but `bits` shared with the next.
+    r"""A trellis code: a value is a hash of 12 bits; neighbors share all but `bits`.
 
-    At the same number of bits its error is well below that of any code of single values: 11.4 dB at two bits for
-    normally distributed weights, where `Int2` has 8.1 dB, and the limit is 12.04 dB. Values are the integers from -126
-    to 126, times the scale of the block. Finding the codes takes a search over all sequences, about a microsecond per
-    value with native kernels and far longer without. Weights with outliers should be rotated first, by
-    [`eqquant.transforms.rotate`][].
+    At two bits normally distributed weights have a signal-to-noise ratio of 11.4 dB, where `Int2` has 8.1 dB and no
+    code exceeds 12.04 dB. Values are the integers from -126 to 126, times the scale of the block. A search over
+    sequences finds the codes: half a microsecond per value with native kernels, and far longer without. Rotate weights
+    with outliers first, by [`eqquant.transforms.rotate`][].
 
-    The codes of 128 values form a circle, so rows can be cut after each 128. [`eqquant.GPTQ`][] searches with the
-    errors of each sequence already made up for. Zero has a code, but not next to every value.
+    The codes of 128 values form a circle, so rows can be cut after each 128. [`eqquant.GPTQ`][] corrects, along each
+    path of the search, the values that follow. Zero has a code, but not next to every value.
 
     !!! Example
 
@@ -78,14 +77,14 @@ class Trellis(AbstractSequenceFormat):
     def choose_scale(self, blocks: Blocks) -> Scales:
         size, length = absmax(blocks), max(blocks.shape[-1], 1)
         units = jnp.abs(divide(blocks, jnp.broadcast_to(size[..., None], blocks.shape)))  # squares do not overflow
-        least = jnp.sqrt(jnp.sum(jnp.square(units), axis=-1) / length) / _DEVIATIONS[self.bits]
+        smallest = jnp.sqrt(jnp.sum(jnp.square(units), axis=-1) / length) / _DEVIATIONS[self.bits]
 
         def error(factor: np.float32) -> Scales:
-            beyond = jnp.maximum(units - (self.levels[-1] * factor * least)[..., None], 0)
-            return jnp.sum(jnp.square(beyond), axis=-1) + length * _ERRORS[self.bits] * jnp.square(factor * least)
+            beyond = jnp.maximum(units - (self.levels[-1] * factor * smallest)[..., None], 0)
+            return jnp.sum(jnp.square(beyond), axis=-1) + length * _ERRORS[self.bits] * jnp.square(factor * smallest)
 
         best = jnp.argmin(jnp.stack([error(factor) for factor in _FACTORS]), axis=0)
-        return size * least * jnp.asarray(_FACTORS)[best]
+        return size * smallest * jnp.asarray(_FACTORS)[best]
 
     def packed_length(self, length: int) -> int:
         return trellis.packed_length(length, self.bits)

@@ -43,7 +43,7 @@ class AbstractMethod(eqx.Module):
     inputs: ClassVar[Any] = None
     method: ClassVar["AbstractMethod | None"] = None
     statistic: ClassVar[str | None] = None
-    # Formats whose codes stand for several values that it takes: a method that rounds value by value takes none.
+    # The formats of vectors that it takes; none if it rounds value by value.
     vector_formats: ClassVar[tuple[type[AbstractFormat], ...]] = (AbstractVectorFormat,)
 
     def __repr__(self) -> str:

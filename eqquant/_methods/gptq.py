@@ -1,12 +1,13 @@
 """GPTQ: rounds one column at a time, and corrects its error in the columns that follow."""
 
 import dataclasses
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, UInt8
+from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray, UInt8
 
 from .._formats.base import AbstractFormat, AbstractSequenceFormat, Scales
 from .._numerics.batching import Index
@@ -30,8 +31,8 @@ class GPTQ(AbstractMethod):
     remember which. Works with every format whose codes stand for one value, and with [`eqquant.formats.Trellis`][]:
     there columns keep their order, and each path of the search makes up for its own errors.
 
-    Columns whose input is always zero are rounded to the nearest code. If the Gram matrix is singular even with its
-    damping, the damping grows tenfold until it is not.
+    Columns whose input is always zero are rounded to the nearest code; in a trellis they count least. If the Gram
+    matrix is singular even with its damping, the damping grows tenfold until it is not.
 
     !!! Example
 
@@ -71,7 +72,7 @@ class GPTQ(AbstractMethod):
             of it gives the same codes.
         - `damping`: a multiple of the mean of the diagonal, which is added to the diagonal.
         - `order`: `"activations"` rounds columns with large inputs first, while most others can still make up for their
-            errors; `None` rounds them in the order of the weight.
+            errors; `None` rounds them in the order of the weight, as a trellis always is.
         - `method`: the method that chooses scales and zero points; [`eqquant.AbsMax`][] by default. For
             [`eqquant.MSE`][] the squared error of a column counts by the mean square of its input.
 
@@ -118,9 +119,15 @@ class GPTQ(AbstractMethod):
         return scale + spoiled.reshape(*spoiled.shape, *[1] * (scale.ndim - spoiled.ndim)), zero_point
 
 
-def _factor(
-    gram: Float32[Array, "length length"], damping: float | int, order: str | None
-) -> tuple[Float32[Array, "length length"], Int[Array, " length"]]:
+class _Factor(NamedTuple):
+    """What `_factor` returns. `live` are the columns with inputs, in the order of the weight."""
+
+    upper: Float32[Array, "length length"]
+    order: Int[Array, " length"]
+    live: Bool[Array, " length"]
+
+
+def _factor(gram: Float32[Array, "length length"], damping: float | int, order: str | None) -> _Factor:
     """Returns `U`, upper triangular with $U^T U = G^{-1}$, and the order of columns.
 
     `G` is the damped Gram matrix.
@@ -150,17 +157,17 @@ def _factor(
 
     singular = lambda state: (state[0] < 10) & ~jnp.isfinite(state[2]).all()
     start = (jnp.asarray(0, jnp.int32), jnp.asarray(damping, jnp.float32), jnp.full_like(eye, jnp.nan))
-    return jax.lax.while_loop(singular, grow, start)[2], columns
+    return _Factor(jax.lax.while_loop(singular, grow, start)[2], columns, live)
 
 
 def _find_codes(
-    factor_and_order: tuple[Float32[Array, "length length"], Int[Array, " length"]],
+    factored: _Factor,
     columns: Float[Array, "length rows"],
     grid: Grid,
     format: AbstractFormat,
 ) -> UInt8[Array, "length rows"]:
     """Returns the codes of values, found column by column in the given order."""
-    (factor, order), length = factor_and_order, len(columns)
+    (factor, order, _), length = factored, len(columns)
     width = min(WIDTH, length)
     steps = -(-length // width)
     padding = steps * width - length
@@ -199,13 +206,13 @@ def _find_codes(
 
 
 def _find_sequences(
-    factor_and_order: tuple[Float32[Array, "length length"], Int[Array, " length"]],
+    factored: _Factor,
     columns: Float[Array, "length rows"],
     grid: Grid,
     format: AbstractSequenceFormat,
 ) -> UInt8[Array, "bytes rows"]:
     """Returns packed codes, found segment by segment in the order of the weight."""
-    (factor, _), columns = factor_and_order, columns.astype(jnp.float32)
+    (factor, _, live), columns = factored, columns.astype(jnp.float32)
     length, segment = len(columns), format.segment
     size = format.block_size if isinstance(format.block_size, int) else length
 
@@ -217,7 +224,10 @@ def _find_sequences(
         diagonal = jnp.diagonal(within)
         scale = grid.stored_scale[first // size]
         units = divide(corrected, jnp.broadcast_to(scale[None, :], corrected.shape))
-        weights = jnp.broadcast_to(jnp.square(jnp.min(diagonal) / diagonal)[None, :], units.T.shape)
+        weights = jnp.square(jnp.min(diagonal) / diagonal)
+        is_live = jax.lax.dynamic_slice_in_dim(live, first, count)
+        least = jnp.min(weights, where=is_live, initial=1.0)  # a column without inputs counts no more than any other
+        weights = jnp.broadcast_to(jnp.where(is_live, weights, least)[None, :], units.T.shape)
         packed = format.encode_row(units.T, weights, jnp.triu(within, 1) / diagonal[:, None])
         rounded = format.decode_row(packed, count).T * scale[None, :]
         own = jax.scipy.linalg.solve_triangular(within.T, corrected - rounded, lower=True)

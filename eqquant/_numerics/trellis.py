@@ -1,11 +1,11 @@
-"""Trellis codes: a value is a hash of a window of bits, which moves on from value to value.
+"""Trellis codes: each value is a hash of 12 bits, of which neighbors share most.
 
 A row is cut into segments of 128 values; a last, shorter segment is rounded up to a multiple of 16. The bits of a
 segment form a circle, numbered from the lowest of the first byte. Value `t` is the hash of the 12 bits from bit
 `t * bits` on.
 
-Neighboring windows share bits, so not every sequence of values has codes. Encoding looks for the best that has: the
-Viterbi algorithm, with the windows as states. As a JAX primitive, on CPU it is native code.
+Neighboring windows share bits, so not every sequence of values has codes. Encoding finds one of small error by the
+Viterbi algorithm, with the windows as states. It is a JAX primitive; on CPU native code runs it.
 """
 
 import functools as ft
@@ -29,7 +29,7 @@ from .primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
 
 
 WINDOW, SEGMENT, UNIT = 12, 128, 16
-# Of 4000 random factors that of least error at two bits, for normally distributed values.
+# Of 4000 random multipliers the one of least error at two bits, for normally distributed values.
 MULTIPLIER = 0x0B9BC707
 
 encode_trellis_p = jax.extend.core.Primitive("encode_trellis")
@@ -46,7 +46,7 @@ def hash_windows(windows: UInt32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
     Values are nearly normally distributed.
 
-    The sum of four random numbers of six bits, as in QTIP (https://arxiv.org/abs/2406.11235).
+    The sum of four numbers of six bits, after the sum of four bytes in QTIP (https://arxiv.org/abs/2406.11235).
     """
     fields = windows * np.uint32(MULTIPLIER) & np.uint32(0x3F3F3F3F)
     return (fields * np.uint32(0x01010101) >> np.uint32(24)).astype(jnp.int32) - 126
@@ -72,7 +72,7 @@ def decode(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> Int3
 
 
 def _decode_segments(packed: UInt8[Array, "*batch bytes"], bits: int) -> Int32[Array, "*batch values"]:
-    """Returns the values of whole segments. Eight values take as many bytes as one has bits."""
+    """Returns the values of whole segments. Eight values take `bits` bytes."""
     *batch, nbytes = packed.shape
     words = packed.astype(jnp.uint32)
     following = lambda n: jnp.roll(words, -n, axis=-1)
@@ -88,8 +88,8 @@ class TrellisRows(NamedTuple):
     """Rows to encode.
 
     - `weights`: how much the squared error of each value counts.
-    - `feedback`: how much of the error of value `i` is subtracted from value `j` after it: `feedback[i, j]`, for all
-        rows of a segment; `None` for nothing. Errors are those of values that have been changed.
+    - `feedback`: how much of the error of value `i` is subtracted from value `j` after it, `feedback[i, j]`, the same
+        for all rows, which have at most a segment; `None` corrects nothing. An error is that of the corrected value.
     """
 
     values: Float32[Array, "*batch rows length"]
@@ -103,13 +103,17 @@ def encode(
     weights: Float32[Array, "*batch length"] | None = None,
     feedback: Float32[Array, "length length"] | None = None,
 ) -> UInt8[Array, "*batch bytes"]:
-    """Returns the packed codes of the sequences of least squared error, of finite values.
+    """Returns the packed codes of sequences of small squared error. Values must be finite.
 
-    With `feedback` rows have at most a segment, and each path through the trellis makes up for its own errors.
+    With `feedback` rows have at most a segment, and each path through the trellis corrects its own errors.
     """
     *batch, length = values.shape
     flat = lambda x: x.astype(jnp.float32).reshape(math.prod(batch), length)
-    weights = jnp.ones_like(values) if weights is None else weights
+    if weights is None:
+        weights = jnp.ones_like(values)
+    else:  # only their ratios count, and sums of costs stay far from overflow
+        largest = jnp.max(weights, axis=-1, keepdims=True, initial=0)
+        weights = weights / jnp.where(largest > 0, largest, 1)
     rows = TrellisRows(flat(values), flat(weights), feedback)
     leaves, tree = jtu.tree_flatten(_compat.vary_alike(rows))
     return encode_trellis_p.bind(*leaves, tree=tree, bits=bits).reshape(*batch, packed_length(length, bits))
@@ -156,8 +160,8 @@ def _search_circle(
 ) -> Int32[Array, " length"]:
     """Returns the windows of the best sequence that ends where it begins.
 
-    Only nearly: the bits that the first and the last window share are those of the best sequence that begins half a
-    segment later, and ends anywhere.
+    An approximation: the bits that the first and the last window share are those of the best sequence that begins
+    half a segment later and ends anywhere, without feedback.
     """
     half = len(values) // 2
     turned = _search(jnp.roll(values, -half), jnp.roll(weights, -half), None, bits, None)
@@ -176,13 +180,13 @@ def _search(
 
     `shared` are the lowest bits of its first window and the highest of its last.
 
-    A *group* are windows with the same lowest bits, which can follow the same windows.
+    A *group* are windows with the same lowest bits: the same windows precede them.
     """
     length, groups, choices = len(values), 2 ** (WINDOW - bits), 2**bits
     table = jnp.asarray(decode_windows()).reshape(choices, groups)
     group = jnp.arange(groups)
-    changes = jnp.zeros((groups, 0 if feedback is None else length))
-    costs = jnp.zeros(groups) if shared is None else jnp.where(group == shared, 0.0, jnp.inf)
+    changes = jnp.zeros((groups, 0 if feedback is None else length), jnp.float32)
+    costs = jnp.zeros(groups, jnp.float32) if shared is None else jnp.where(group == shared, 0.0, jnp.inf)
 
     def advance(state: tuple[Array, Array], step: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
         costs, changes = state  # of the best path to each group
@@ -195,9 +199,10 @@ def _search(
         window = group * choices + choice
         if feedback is not None:
             changes = changes[window % groups] + errors.reshape(-1)[window][:, None] * row[None, :]
-        return (jnp.min(totals, axis=-1), changes), choice
+        costs = jnp.min(totals, axis=-1)
+        return (costs - jnp.min(costs), changes), choice  # small costs are exact
 
-    rows = jnp.zeros((length, 0)) if feedback is None else feedback
+    rows = jnp.zeros((length, 0), jnp.float32) if feedback is None else feedback
     (costs, _), chosen = jax.lax.scan(advance, (costs, changes), (jnp.arange(length), values, weights, rows))
 
     def trace(group: Array, choices_of_groups: Array) -> tuple[Array, Array]:

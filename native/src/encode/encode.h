@@ -57,14 +57,14 @@ enum { kTrellisMostGroups = kTrellisWindows / 2 };
 typedef struct TrellisProblem {
   const float* values;    // (n, k), in units of the scales; finite
   const float* weights;   // (n, k), of squared errors
-  const float* feedback;  // (n / rows, k, k): how much of the error of one value is taken from another; or null
+  const float* feedback;  // (n / rows, k, k): how much of an error is subtracted from another value; or null
   uint8_t* y;             // (n, words)
   int64_t n, rows, k, words;
   int32_t bits;         // 1 to 4
   uint32_t multiplier;  // of the hash
 } TrellisProblem;
 
-// The memory of a thread. `changes`, at the end, is needed with feedback alone.
+// The memory of a thread. `changes`, at the end, is needed only with feedback.
 typedef struct TrellisMemory {
   float table[kTrellisWindows], costs[kTrellisWindows], errors[kTrellisWindows];
   float best[kTrellisMostGroups], targets[kTrellisMostGroups];

@@ -1,7 +1,7 @@
 // Trellis codes: the Viterbi algorithm. `eqquant/_numerics/trellis.py` says what the codes are.
 //
-// A window of bits stands for a value. The windows with the same lowest bits are a group: the same windows follow them.
-// The search keeps the best path to each group, a value at a time.
+// A window of bits stands for a value. The windows with the same lowest bits are a group: the same windows precede
+// them. The search keeps the best path to each group, a value at a time.
 #pragma once
 
 #include <string.h>
@@ -15,7 +15,8 @@ typedef uint32_t Word __attribute__((may_alias));
 
 constexpr float kImpossible = 1e30f;  // the cost of a path that does not begin where it must
 
-// A segment of a row, in memory with room for kTrellisSegment values.
+// A segment of a row: `given` values, rounded up to `length` by values that count nothing. There is room for a whole
+// one.
 struct Part {
   const float *values, *weights;
   const float* feedback;  // of one row, `stride` apart; or null
@@ -35,8 +36,8 @@ EQQ_INLINE void fill_table(uint32_t multiplier, float* table) {
   }
 }
 
-// The window through which the best path to each group comes: its choice among those of the group. Costs are positive,
-// so their bits are in their order; the lowest bits are replaced by the choice.
+// The best of the windows that precede each group, and its cost. Costs are positive, so their bits are in their order;
+// the lowest bits are replaced by the choice. The least of all becomes zero, so that small costs are exact.
 template <int kBits>
 EQQ_INLINE void choose_paths(const float* costs, float* best, uint8_t* choices) {
   constexpr uint32_t kMask = Groups<kBits>::kChoices - 1;
@@ -52,6 +53,11 @@ EQQ_INLINE void choose_paths(const float* costs, float* best, uint8_t* choices) 
     choices[group] = static_cast<uint8_t>(least & kMask);
     out[group] = least;
   }
+  uint32_t smallest = out[0];
+  for (int group = 1; group < Groups<kBits>::kCount; ++group) smallest = out[group] < smallest ? out[group] : smallest;
+  float cost;
+  memcpy(&cost, &smallest, sizeof cost);
+  for (int group = 0; group < Groups<kBits>::kCount; ++group) best[group] -= cost;
 }
 
 // The corrections of the values from `at` on, for the best path to each group, and the corrected value `at`.
@@ -111,7 +117,7 @@ EQQ_INLINE void search(const Part& part, int shared, TrellisMemory* memory, int*
   for (int64_t i = part.length - 1; i >= 0; --i) {
     windows[i] = window;
     const int group = window & (kCount - 1);
-    window = group << kBits | m.choices[i * kCount + group];  // of the first value nobody asks
+    window = group << kBits | m.choices[i * kCount + group];  // unused at i = 0
   }
 }
 

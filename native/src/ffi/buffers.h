@@ -1,4 +1,4 @@
-// What the functions that XLA calls share: its buffers as matrices, and results.
+// Helpers of the functions that XLA calls: buffers as matrices, and results.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// Quantizing as XLA calls it: codes of values, trellis codes, and what scales are chosen from.
+// Quantizing as XLA calls it: codes of values, trellis codes, and the reductions that scales are chosen from.
 #include "encode/encode.h"
 #include "core/matmul.h"
 #include "ffi/buffers.h"
@@ -87,7 +87,8 @@ ffi::Error encode_trellis(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::AnyB
   p.words = ys.columns;
   if (weights.element_count() != values.element_count() || ws.columns != p.k || ys.batch * ys.rows != p.n)
     return bad("arrays differ in their rows");
-  if (rest.size() > 0) {
+  if (rest.size() > 1) return bad("there are too many arguments");
+  if (rest.size() == 1) {
     auto found = rest.get<ffi::AnyBuffer>(0);
     Matrix fs;
     if (!found.has_value() || found->element_type() != f32 || !as_matrix(*found, &fs) || fs.batch != xs.batch ||

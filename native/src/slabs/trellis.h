@@ -86,7 +86,7 @@ struct TrellisVector {
 
 #if defined(__AVX2__)
 
-// What windows become.
+// Hashes windows.
 struct TrellisHash {
   using V = TrellisVector;
   V::I low, high, six = V::all(kSixBits), window = V::all(kWindow);

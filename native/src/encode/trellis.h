@@ -154,7 +154,7 @@ EQQ_INLINE void encode_trellis_rows(const TrellisProblem& p, int64_t first_row, 
   for (int64_t row = first_row; row < last_row; ++row)
     for (int64_t first = 0; first < p.k; first += kTrellisSegment) {
       float values[kTrellisSegment] = {0}, weights[kTrellisSegment] = {0};
-      const int64_t given = p.k - first < kTrellisSegment ? p.k - first : kTrellisSegment;
+      const int64_t given = p.k - first < kTrellisSegment ? p.k - first : int64_t{kTrellisSegment};
       memcpy(values, p.values + row * p.k + first, given * sizeof(float));
       memcpy(weights, p.weights + row * p.k + first, given * sizeof(float));
       const float* feedback = p.feedback == nullptr ? nullptr : p.feedback + row / p.rows * p.k * p.k;

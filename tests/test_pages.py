@@ -201,9 +201,9 @@ def test_kernels(capsys):
 def test_errors(tmp_path, monkeypatch):
     """Each block of code that a message follows raises it."""
     monkeypatch.chdir(tmp_path)
-    for name, format in list(eqq._formats.base._FORMATS.items()):
+    for name, format in list(eqq._formats.base.FORMATS.items()):
         if not format.__module__.startswith("eqquant."):  # of another test: a message would list it
-            monkeypatch.delitem(eqq._formats.base._FORMATS, name)
+            monkeypatch.delitem(eqq._formats.base.FORMATS, name)
     names, shown = {}, 0
     page = (DOCS / "errors.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```pytb\n(.*?)^```)?", page, re.M | re.S)

@@ -25,6 +25,7 @@ from .. import _compat
 from .._native import calls
 from .._native.lowering import lower_on_cpu
 from .._types import PyTreeDef
+from .constants import compute_now
 from .primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
 
 
@@ -55,9 +56,8 @@ def hash_windows(windows: UInt32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 @ft.lru_cache
 def decode_windows() -> np.ndarray:
     """Returns the values of all windows, as `hash_windows`."""
-    with np.errstate(over="ignore"):
-        fields = np.arange(2**WINDOW, dtype=np.uint32) * np.uint32(MULTIPLIER) & np.uint32(0x3F3F3F3F)
-        return ((fields * np.uint32(0x01010101)) >> np.uint32(24)).astype(np.float32) - 126
+    with compute_now():
+        return np.asarray(jax.jit(hash_windows)(np.arange(2**WINDOW, dtype=np.uint32)), np.float32)
 
 
 def decode(packed: UInt8[Array, "*batch bytes"], bits: int, length: int) -> Int32[Array, "*batch length"]:

@@ -76,7 +76,9 @@ class Trellis(AbstractSequenceFormat):
 
     def choose_scale(self, blocks: Blocks) -> Scales:
         size, length = absmax(blocks), max(blocks.shape[-1], 1)
-        units = jnp.abs(divide(blocks, jnp.broadcast_to(size[..., None], blocks.shape)))  # squares do not overflow
+        # XLA may multiply by the reciprocal, which must not vanish. Squares of quotients do not overflow.
+        unit = jnp.where(size > 1, 2.0**-8, 1.0)
+        units = jnp.abs(divide(blocks * unit[..., None], jnp.broadcast_to((size * unit)[..., None], blocks.shape)))
         smallest = jnp.sqrt(jnp.sum(jnp.square(units), axis=-1) / length) / _DEVIATIONS[self.bits]
 
         def error(factor: np.float32) -> Scales:
@@ -84,7 +86,9 @@ class Trellis(AbstractSequenceFormat):
             return jnp.sum(jnp.square(beyond), axis=-1) + length * _ERRORS[self.bits] * jnp.square(factor * smallest)
 
         best = jnp.argmin(jnp.stack([error(factor) for factor in _FACTORS]), axis=0)
-        return size * smallest * jnp.asarray(_FACTORS)[best]
+        # No level overflows float32, though scales are rounded up.
+        largest = float(jnp.finfo(jnp.float32).max) / (-self.levels[0] * (1 + 2**-7))
+        return jnp.minimum(size * smallest * jnp.asarray(_FACTORS)[best], largest)
 
     def packed_length(self, length: int) -> int:
         return trellis.packed_length(length, self.bits)

@@ -88,3 +88,34 @@ def test_a_prefix_of_whole_groups_does_not_depend_on_the_rest():
     x = values((3, 600))
     whole, part = (eqq.quantize(a, "q3_k", method=JOINT).dequantize() for a in (x, x[:, :512]))
     np.testing.assert_array_equal(whole[:, :512], part)
+
+
+@pytest.mark.parametrize("format", ["q2_k", "q4_k", "q4_1", "iq4_xs", "iq2_xs", "int3"])
+def test_weighs_errors_by_the_inputs(format):
+    squares = np.exp(2 * values((256,)))
+    x = values((16, 256))
+    loss = lambda method: float((squares * np.square(x - eqq.quantize(x, format, method=method).dequantize())).sum())
+    weighted = loss(eqq.JointMSE(squares))
+    assert weighted < 0.9 * loss(JOINT) and weighted <= 1.0001 * loss(eqq.MSE(squares))
+    if format == "q2_k":  # whose offsets are those of `AbsMax`
+        assert weighted < 0.65 * loss(eqq.MSE(squares))
+
+
+def test_equal_weights_are_none():
+    x, ones = values((4, 512)), np.ones(512, np.float32)
+    for format in ("q4_k", "q6_k", "iq2_xs"):
+        found = eqq.quantize(x, format, method=eqq.JointMSE(ones)), eqq.quantize(x, format, method=JOINT)
+        assert eqx.tree_equal(*found)
+
+
+def test_statistics_of_stacks_and_trees():
+    x, squares = values((2, 3, 8, 256)), np.exp(values((2, 1, 256)))
+    q = eqq.quantize_tree({"w": x}, "q2_k", method=eqq.JointMSE({"w": np.repeat(squares, 3, 1)}))["w"]
+    for a in range(2):
+        for b in range(3):
+            one = eqq.quantize(x[a, b], "q2_k", method=eqq.JointMSE(squares[a, 0]))
+            assert eqx.tree_equal(jax.tree.map(lambda leaf: leaf[a, b], q), one)
+    with pytest.raises(ValueError, match="second moments"):
+        eqq.quantize(x, "q2_k", method=eqq.JointMSE(squares[..., :-1]))
+    with pytest.raises(ValueError, match="must be finite"):
+        eqq.quantize(x, "q2_k", method=eqq.JointMSE(squares[:, 0] * np.nan))

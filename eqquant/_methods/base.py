@@ -11,14 +11,10 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._export import register_export
 from .._formats.base import AbstractFormat, AbstractVectorFormat, is_ours, Scales
-from .choose import choose_by_blocks, choose_by_weights, Rows, ZeroPoints
+from .choose import broadcast_weights, choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .fingerprint import check_same_weight
 from .grid import encode_by_chunks, EncodedRows, Grid, store
-from .statistics import check_statistic, InputsError, is_collected, share_inputs, statistic, Statistics
-
-
-# Damping of column weights, relative to their mean.
-_DAMPING = 0.01
+from .statistics import check_statistic, InputsError, is_collected, share_inputs, Statistics, weigh_columns
 
 
 class AbstractMethod(eqx.Module):
@@ -199,9 +195,7 @@ class AbstractScaleMethod(AbstractMethod):
         """Returns the grid with the weights of columns, if vectors are chosen by weighted errors."""
         if self.inputs is None or self.choose_weighted is None or not isinstance(format, AbstractVectorFormat):
             return grid
-        weights = self._weights_of_columns()
-        weights = weights.reshape(*weights.shape[:-1], *[1] * (rows.ndim - weights.ndim), rows.shape[-1])
-        return grid._replace(weights=jnp.broadcast_to(weights, rows.shape))
+        return grid._replace(weights=broadcast_weights(weigh_columns(self.inputs), rows))
 
     def choose_for_rows(
         self, rows: Rows, format: AbstractFormat, *, chunk: int | None = None
@@ -217,13 +211,4 @@ class AbstractScaleMethod(AbstractMethod):
             only_reduces = self.only_reduces and is_ours(format, "choose_scale", "choose_zero_point", "choose_offset")
             chunk = None if only_reduces and in_place else chunk
             return choose_by_blocks(self.choose_scales, rows, format, chunk=chunk)
-        return choose_by_weights(self.choose_weighted, rows, self._weights_of_columns(), format, chunk)
-
-    def _weights_of_columns(self) -> Float32[Array, "*stack length"]:
-        """Returns the mean squares of inputs as weights about one.
-
-        So no weighted square overflows. A column without inputs counts a little.
-        """
-        moments = jnp.asarray(statistic(self.inputs, "second_moment"), jnp.float32)
-        mean = jnp.mean(moments, axis=-1, keepdims=True)
-        return jnp.where(mean > 0, moments / jnp.where(mean > 0, mean, 1), 1) + _DAMPING
+        return choose_by_weights(self.choose_weighted, rows, weigh_columns(self.inputs), format, chunk)

@@ -71,8 +71,7 @@ def choose_by_weights(
     if weights.ndim > 1 and format.block_size != "tensor":
         return jax.vmap(lambda rows, weights: choose_by_weights(choose, rows, weights, format, chunk))(rows, weights)
     if format.block_size == "tensor":
-        weights = weights.reshape(*weights.shape[:-1], *[1] * (rows.ndim - weights.ndim), rows.shape[-1])
-        weights = jnp.broadcast_to(weights, rows.shape)
+        weights = broadcast_weights(weights, rows)
     parts = split_blocks(weights, format.block_size)
 
     def choose_weighted(blocks: Array, part: int) -> Chosen:
@@ -81,6 +80,12 @@ def choose_by_weights(
         return mark(scale, not_finite(blocks)), zero_point
 
     return choose_by_parts(choose_weighted, rows, format, chunk)
+
+
+def broadcast_weights(weights: Float32[Array, "*stack length"], rows: Rows) -> Float32[Array, "*batch length"]:
+    """Returns the weights of columns for each row. `stack` are the first axes of `batch`."""
+    weights = weights.reshape(*weights.shape[:-1], *[1] * (rows.ndim - weights.ndim), rows.shape[-1])
+    return jnp.broadcast_to(weights, rows.shape)
 
 
 def choose_by_parts(

@@ -13,10 +13,11 @@ from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import divide, num_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
-from .choose import choose_by_blocks, Rows, ZeroPoints
+from .choose import broadcast_weights, choose_by_weights, Rows, ZeroPoints
 from .grid import encode_by_chunks, encode_rows, EncodedRows, load_grid
 from .mse import MSE
 from .search import Best, keep_better
+from .statistics import Inputs, weigh_columns
 
 
 # Scales or offsets of one level: codes, and the floats that these are multiplied by.
@@ -39,39 +40,54 @@ class JointMSE(AbstractMethod):
     least squares, while the squared error of a block, or of the blocks that share a float, falls. For a format with
     neither offsets nor quantized scales it equals `MSE`.
 
+    With statistics of the inputs, the squared error of a column is weighted by the mean square of its input.
+
     !!! Example
 
         ```python
         q = eqq.quantize(w, "q4_k", method=eqq.JointMSE())
+        weights = eqq.quantize_tree(weights, "q2_k", method=eqq.JointMSE(eqq.io.read_imatrix("imatrix.gguf")))
         ```
 
-    **Arguments:** none.
+    **Arguments:**
+
+    - `inputs`: as for `MSE`.
     """
+
+    inputs: Inputs = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    statistic = "second_moment"
 
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
     ) -> EncodedRows:
-        scale, offset = choose_by_blocks(_choose_scales, rows, format, chunk=chunk)
         nested = format.scale_format
-        if nested is None or not isinstance(nested.block_size, int) or nested.scale_format is not None:
+        two_levels = nested is not None and isinstance(nested.block_size, int) and nested.scale_format is None
+        if not two_levels and not isinstance(format, AbstractOffsetFormat):
+            return MSE(self.inputs).quantize_rows(rows, format, key=key, chunk=chunk)
+        columns = jnp.ones(rows.shape[-1:], jnp.float32) if self.inputs is None else weigh_columns(self.inputs)
+        scale, offset = choose_by_weights(_choose_scales, rows, columns, format, chunk)
+        if not two_levels:
             return encode_rows(rows, scale, offset, format, key=key, chunk=chunk)
-        two_levels = lambda _, rows, scale, offset: _choose_two_levels(rows, scale, offset, format, nested)
-        scale_bits, offset_bits = map_chunks(two_levels, chunk, rows, scale, offset)
-        grid = load_grid(scale_bits, None, offset_bits, format)
+        weights = broadcast_weights(columns, rows)
+        choose = lambda _, rows, weights, scale, offset: _choose_two_levels(
+            rows, weights, scale, offset, format, nested
+        )
+        scale_bits, offset_bits = map_chunks(choose, chunk, rows, weights, scale, offset)
+        grid = load_grid(scale_bits, None, offset_bits, format)._replace(weights=weights)
         return encode_by_chunks(rows, scale_bits, offset_bits, grid, format, key, chunk)
 
 
-def _choose_scales(blocks: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:
+def _choose_scales(blocks: Blocks, weights: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:
     """Chooses the scale of each block, and its offset or zero point, as floats.
 
     Scales of scales come later.
     """
     if isinstance(format, AbstractOffsetFormat):
-        return _choose_offsets(blocks, format)
-    return MSE().choose_scales(blocks, format)
+        return _choose_offsets(blocks, weights, format)
+    return MSE().choose_weighted(blocks, weights, format)
 
 
-def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scales, Scales]:
+def _choose_offsets(blocks: Blocks, weights: Blocks, format: AbstractOffsetFormat) -> tuple[Scales, Scales]:
     """Chooses the scale and the offset of each block.
 
     The best of a grid, each fitted to its codes by least squares.
@@ -80,25 +96,26 @@ def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scale
     factors = np.concatenate([np.linspace(top / (top + 1.5), top / (top - 0.5), 12), [0.9, 0.8, 0.7]])
     first = format.choose_scale(blocks)
     start = (first, format.choose_offset(blocks, first))
-    n = blocks.shape[-1]
+    n, total = weights.sum(-1), (weights * blocks).sum(-1)
 
     def errors(scale: Array, offset: Array) -> tuple[Array, Array]:
-        levels = _levels(blocks, scale, offset, format)
+        levels = _levels(blocks, weights, scale, offset, format)
         values = levels * scale[..., None] + offset[..., None]
-        return levels, jnp.sum(jnp.square(blocks - values), axis=-1)
+        return levels, jnp.sum(weights * jnp.square(blocks - values), axis=-1)
 
     def try_one(best: Best[tuple[Scales, Scales]], factor: Array) -> tuple[Best[tuple[Scales, Scales]], None]:
         scale, offset = start[0] * factor[0], start[1] * factor[1]
         for _ in range(2):
             levels, error = errors(scale, offset)
             best = keep_better(best, (scale, offset), error)
-            sums = levels.sum(-1), jnp.square(levels).sum(-1), blocks.sum(-1), (levels * blocks).sum(-1)
-            determinant = n * sums[1] - sums[0] ** 2
-            fitted = divide(n * sums[3] - sums[0] * sums[2], determinant)
-            moved = divide(sums[1] * sums[2] - sums[0] * sums[3], determinant)
+            weighted = weights * levels
+            first, square, product = weighted.sum(-1), (weighted * levels).sum(-1), (weighted * blocks).sum(-1)
+            determinant = n * square - first**2
+            fitted = divide(n * product - first * total, determinant)
+            moved = divide(square * total - first * product, determinant)
             if format.scale_format is not None:  # codes have the sign of the format's own scale
                 one_sided = start[1] * moved <= 0
-                fitted = jnp.where(one_sided, divide(sums[3], sums[1]), fitted)
+                fitted = jnp.where(one_sided, divide(product, square), fitted)
                 moved = jnp.where(one_sided, 0, moved)
             keeps = fitted * start[0] > 0
             scale, offset = jnp.where(keeps, fitted, scale), jnp.where(keeps, moved, offset)
@@ -109,10 +126,10 @@ def _choose_offsets(blocks: Blocks, format: AbstractOffsetFormat) -> tuple[Scale
     return scale, offset
 
 
-def _levels(blocks: Array, scale: Array, offset: Array, format: AbstractFormat) -> Array:
+def _levels(blocks: Blocks, weights: Blocks, scale: Array, offset: Array, format: AbstractFormat) -> Array:
     """Returns the values of the nearest codes."""
     units = divide(blocks - offset[..., None], jnp.broadcast_to(scale[..., None], blocks.shape))
-    return round_to_levels(format, units)
+    return round_to_levels(format, units, weights)
 
 
 class _Groups(eqx.Module):
@@ -120,11 +137,12 @@ class _Groups(eqx.Module):
 
     So are offsets.
 
-    A solution is a list of parts: scales, and if the format has them offsets. `counts` is zero for padding.
+    A solution is a list of parts: scales, and if the format has them offsets. `weights` say how much the squared error
+    of each value counts; they are zero for padding.
     """
 
     values: Float32[Array, "*batch groups blocks block"]
-    counts: Float32[Array, "*batch groups blocks block"]
+    weights: Float32[Array, "*batch groups blocks block"]
     format: AbstractFormat
     nested: AbstractFormat
 
@@ -141,23 +159,23 @@ class _Groups(eqx.Module):
         """Returns the levels of all values, and the scales and offsets of their blocks."""
         scale, *offsets = (self.nested.decode(codes) * outer[..., None] for codes, outer in parts)
         offset = offsets[0] if offsets else jnp.zeros_like(scale)
-        return _levels(self.values, scale, offset, self.format), scale[..., None], offset[..., None]
+        return _levels(self.values, self.weights, scale, offset, self.format), scale[..., None], offset[..., None]
 
     def errors(self, parts: list[Part]) -> Array:
         """Returns the squared error of each block."""
         levels, scale, offset = self.levels(parts)
-        return jnp.sum(self.counts * jnp.square(self.values - levels * scale - offset), axis=-1)
+        return jnp.sum(self.weights * jnp.square(self.values - levels * scale - offset), axis=-1)
 
     def clear_worse(self, parts: list[Part]) -> list[Part]:
         """Makes zeros of blocks whose errors are larger than they are."""
-        worse = self.errors(parts) > jnp.sum(self.counts * jnp.square(self.values), axis=-1)
+        worse = self.errors(parts) > jnp.sum(self.weights * jnp.square(self.values), axis=-1)
         zero = self.nested.encode(jnp.zeros(worse.shape, jnp.float32))
         return [(jnp.where(worse, zero, codes), outer) for codes, outer in parts]
 
     def fit_floats(self, parts: list[Part]) -> list[Part]:
         """Fits the floats of each group to its codes."""
         levels, _, _ = self.levels(parts)
-        sums = lambda x: jnp.sum(self.counts * x, axis=(-2, -1))
+        sums = lambda x: jnp.sum(self.weights * x, axis=(-2, -1))
         u = self.nested.decode(parts[0][0])[..., None] * levels
         if len(parts) == 1:
             outers = (divide(sums(u * self.values), sums(u * u)),)
@@ -181,7 +199,7 @@ class _Groups(eqx.Module):
 
 
 def _choose_two_levels(
-    rows: Rows, scale: Scales, offset: Scales | None, format: AbstractFormat, nested: AbstractFormat
+    rows: Rows, weights: Rows, scale: Scales, offset: Scales | None, format: AbstractFormat, nested: AbstractFormat
 ) -> tuple[EncodedRows, EncodedRows | None]:
     """Returns stored scales and offsets near the given ones, of the least error found."""
     block, share = format.block_size if isinstance(format.block_size, int) else rows.shape[-1], nested.block_size
@@ -190,8 +208,8 @@ def _choose_two_levels(
     # Pad to whole groups; padding has no weight in the error.
     pad = lambda x, size: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
     grouped = lambda x, *shape: pad(x, count * math.prod(shape)).reshape(*x.shape[:-1], count, *shape)
-    values, counts = (grouped(x, share, block) for x in (rows.astype(jnp.float32), jnp.ones(rows.shape, jnp.float32)))
-    groups = _Groups(values, counts, format, nested)
+    values, weights = (grouped(x, share, block) for x in (rows.astype(jnp.float32), weights))
+    groups = _Groups(values, weights, format, nested)
     wanted = [grouped(x, share) for x in (scale, offset) if x is not None]
     # A group with a block that is not finite has a float of NaN, which no candidate replaces.
     own = [jnp.where(jnp.isfinite(x).all(axis=-1), nested.choose_scale(x), jnp.nan) for x in wanted]

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable, TypeGuard, TypeVar
 
 import jax.core
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array, ArrayLike, Float32
 
 
 @runtime_checkable
@@ -57,6 +58,9 @@ def statistic(inputs: object, name: str) -> ArrayLike | None:
 
 _Collected = TypeVar("_Collected")
 
+# Damping of column weights, relative to their mean.
+_DAMPING = 0.01
+
 
 def share_inputs(inputs: _Collected) -> _Collected:
     """Returns statistics where the mean of a stack fills in for inputs that experts lack.
@@ -80,6 +84,16 @@ def share_inputs(inputs: _Collected) -> _Collected:
         return np.where(part < 1, part * value + (1 - part) * mean, value)
 
     return dataclasses.replace(inputs, second_moment=shared(moments), gram=shared(gram))  # pyright: ignore[reportArgumentType]
+
+
+def weigh_columns(inputs: Inputs) -> Float32[Array, "*stack length"]:
+    """Returns the mean squares of inputs as weights about one.
+
+    So no weighted square overflows. A column without inputs counts a little.
+    """
+    moments = jnp.asarray(statistic(inputs, "second_moment"), jnp.float32)
+    mean = jnp.mean(moments, axis=-1, keepdims=True)
+    return jnp.where(mean > 0, moments / jnp.where(mean > 0, mean, 1), 1) + _DAMPING
 
 
 def check_statistic(

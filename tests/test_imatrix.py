@@ -2,7 +2,10 @@
 
 import struct
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
 import pytest
 
@@ -99,6 +102,55 @@ def test_damaged_gguf(tmp_path):
             eqq.io.read_imatrix(path)
     with pytest.raises(FileNotFoundError):
         eqq.io.read_imatrix(tmp_path / "none")
+
+
+def collect(model, x, **options):
+    return eqq.calibrate.collect_stats(model, [x], **options)
+
+
+def test_written_statistics_are_read_back(tmp_path, getkey):
+    class Model(eqx.Module):
+        experts: jax.Array
+        table: jax.Array
+        up: jax.Array
+
+        def __call__(self, x):
+            return self.up @ (self.experts[0] @ x + self.experts[1, 0, 0] + self.table[0, 0])
+
+    model = Model(weights(getkey(), (2, 8, 16)), weights(getkey(), (4, 4)), weights(getkey(), (4, 8)))
+    stats = collect(model, jr.normal(getkey(), (20, 16)))
+    names = {"experts": "blk.0.ffn_up_exps.weight", "table": "token_embd.weight", "up": "output.weight"}
+    path = tmp_path / "i.gguf"
+    eqq.io.write(path, stats, "imatrix", names=names, metadata={"imatrix.datasets": ["a", "b"]})
+    found = eqq.io.read_imatrix(path)
+    assert [*found] == [names["experts"], names["up"]]
+    np.testing.assert_allclose(found["output.weight"], stats["up"].second_moment, rtol=1e-6)
+    np.testing.assert_allclose(found[names["experts"]], stats["experts"].second_moment, rtol=1e-6)
+    checkpoint = eqq.io.open(path)
+    assert [*checkpoint.metadata["imatrix.datasets"]] == ["a", "b"] and checkpoint.metadata["general.type"] == "imatrix"
+    assert checkpoint[names["experts"] + ".counts"].tolist() == [[20], [0]]
+
+    eqq.io.write(tmp_path / "again.gguf", found, "imatrix")
+    again = eqq.io.read_imatrix(tmp_path / "again.gguf")
+    assert all(np.array_equal(found[name], again[name]) for name in [*found, *again])
+
+
+def test_nothing_is_written_of_anything_else(tmp_path):
+    path = tmp_path / "i.gguf"
+    for arrays, message, options in (
+        ({"a": "squares"}, "'a' must have mean squares of its inputs", {}),
+        ({"a": SQUARES.reshape(2, 2, -1)}, "'a' must have mean squares of its inputs", {}),
+        ({"a": eqq.quantize(SQUARES, "int8")}, "'a' must have mean squares of its inputs", {}),
+        ({"a": -SQUARES}, "'a' must have squares of inputs. Got one that is negative", {}),
+        ({"a": SQUARES * np.nan}, "'a' must have squares of inputs", {}),
+        ({"a" * 60: SQUARES}, "at most 63 bytes", {}),
+        ({}, "must hold statistics of inputs. Got none", {}),
+        ({"a": SQUARES}, "`types` are for weights", {"types": {"*": "TQ1_0"}}),
+        ({"a": SQUARES}, "`config` is for folders", {"config": {}}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            eqq.io.write(path, arrays, "imatrix", **options)
+    assert not path.exists()
 
 
 def test_any_bytes(tmp_path):

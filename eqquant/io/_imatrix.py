@@ -12,15 +12,22 @@ and perhaps more, where a value is the mean square times the number of calls.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 import numpy as np
 
+from .._methods.statistics import is_collected
 from ._gguf import Cursor, MAGIC, read
-from ._tensors import MappedFile, StoredTensor
+from ._tensors import MappedFile, NewTensor, StoredTensor
+from ._writers import gguf
 
 
+IMATRIX = "imatrix"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
+# llama.cpp reads no file without these. It only prints them.
+_METADATA = {"imatrix.datasets": ["eqquant"], "imatrix.chunk_count": 1, "imatrix.chunk_size": 1}
 
 
 def read_imatrix(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -55,6 +62,32 @@ def read_imatrix(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     if not found:
         file.fail("must hold an importance matrix. Got none. `llama-imatrix` writes one.")
     return found
+
+
+def write_imatrix(path: Path, inputs: Mapping[str, object], metadata: Mapping[str, object]) -> None:
+    """Writes statistics of inputs by the names of weights: collected ones, or mean squares, which count once.
+
+    Weights without inputs, such as embeddings, are left out.
+    """
+    tensors: list[NewTensor] = []
+    for name, x in inputs.items():
+        if is_collected(x) and (x.axis is None or x.second_moment is None):
+            continue
+        given = x.second_moment if is_collected(x) else x
+        if not isinstance(given, np.ndarray | jax.Array) or given.ndim not in (1, 2) or not given.size:
+            raise TypeError(
+                f"{name!r} must have mean squares of its inputs: (features,) or (experts, features). Got "
+                f"{given.shape if hasattr(given, 'shape') else given!r}."
+            )
+        squares = np.atleast_2d(np.asarray(given, np.float64))
+        counts = np.broadcast_to(getattr(x, "rows", 1), len(squares))[:, None]
+        parts = {_SUMS: (squares * counts).astype(np.float32), _COUNTS: counts.astype(np.float32)}
+        if not (np.isfinite(parts[_SUMS]) & (squares >= 0)).all():
+            raise ValueError(f"{name!r} must have squares of inputs. Got one that is negative, infinite or NaN.")
+        tensors += [part for end, values in parts.items() for part in gguf.layout(name + end, values).tensors]
+    if not tensors:
+        raise ValueError("`arrays` must hold statistics of inputs. Got none.")
+    gguf.write(path, tensors, {"general.type": IMATRIX, **_METADATA, **metadata})
 
 
 def _from_gguf(file: MappedFile) -> dict[str, np.ndarray]:

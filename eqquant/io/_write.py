@@ -16,6 +16,7 @@ from .._types import PyTree
 from . import _safetensors
 from ._atomic import make_folder, stage
 from ._entry import AnyArray, is_packed
+from ._imatrix import IMATRIX, write_imatrix
 from ._lazy import keep_latest
 from ._safetensors import split
 from ._save import check_shard_nbytes, checked_entry, INDEX, shards_in, write_shards
@@ -65,8 +66,9 @@ def write(
     - `arrays`: arrays by the names that the other library gives them, such as an [`eqquant.io.Checkpoint`][]. Or a
         model, whose arrays have the names of their leaves, such as `layers.0.weight`; leaves that are no arrays are
         left out.
-    - `dialect`: whose layout to write: `"gguf"`, `"bitsandbytes"`, `"compressed-tensors"`,
-        `"gptq"` or `"mlx"`.
+    - `dialect`: whose layout to write: `"gguf"`, `"bitsandbytes"`, `"compressed-tensors"`, `"gptq"` or `"mlx"`. Or
+        `"imatrix"`, an importance matrix for llama.cpp: `arrays` is then the result of
+        [`eqquant.calibrate.collect_stats`][] or of [`eqquant.io.read_imatrix`][].
     - `names`: the names in the file, by the names in `arrays`: a function, or a mapping that has them all. `None` as a
         name leaves an array out.
     - `config`: the model's part of `config.json`. The part about quantization is added to it. GGUF has none.
@@ -107,15 +109,19 @@ class WriteOptions(NamedTuple):
 
 
 def write_arrays(path: Path, arrays: PyTree, dialect: str, options: WriteOptions) -> None:
+    if dialect == IMATRIX:
+        _refuse_for_one_file(options)
+        if options.types:
+            raise ValueError("`types` are for weights. Got some for an importance matrix.")
+        inputs = {name: read().value for name, read in _sources(arrays, options.names).items()}
+        write_imatrix(path, inputs, options.metadata)
+        return
     writer = _writer(dialect)
     sources = _sources(arrays, options.names)
     kinds = _kinds(writer, sources, options.types)
     tensors, schemes = _plan(writer, sources, kinds)
     if writer is gguf:
-        if options.config is not None:
-            raise ValueError("`config` is for folders. Got one for a GGUF file, whose key-value pairs are `metadata`.")
-        if options.shard_nbytes is not None:
-            raise ValueError("`shard_nbytes` is for folders. A GGUF file is one file.")
+        _refuse_for_one_file(options)
         gguf.write(path, tensors, options.metadata)
         return
     metadata = {"format": "mlx" if writer is mlx else "pt"}
@@ -129,6 +135,13 @@ def write_arrays(path: Path, arrays: PyTree, dialect: str, options: WriteOptions
         raise TypeError(f"`config` must hold values that JSON can hold. {e}") from None
     files = {CONFIG: text.encode(), **{name: file.read_bytes() for name, file in options.companions.items()}}
     _write_folder(path, tensors, files, metadata, options.shard_nbytes)
+
+
+def _refuse_for_one_file(options: WriteOptions) -> None:
+    if options.config is not None:
+        raise ValueError("`config` is for folders. Got one for a GGUF file, whose key-value pairs are `metadata`.")
+    if options.shard_nbytes is not None:
+        raise ValueError("`shard_nbytes` is for folders. A GGUF file is one file.")
 
 
 def describe_model(config: Mapping[str, object]) -> dict[str, object]:

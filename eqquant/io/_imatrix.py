@@ -77,7 +77,7 @@ def write_imatrix(path: Path, inputs: Mapping[str, object], metadata: Mapping[st
         if not isinstance(given, np.ndarray | jax.Array) or given.ndim not in (1, 2) or not given.size:
             raise TypeError(
                 f"{name!r} must have mean squares of its inputs: (features,) or (experts, features). Got "
-                f"{given.shape if hasattr(given, 'shape') else given!r}."
+                f"{getattr(given, 'shape', given)!r}."
             )
         squares = np.atleast_2d(np.asarray(given, np.float64))
         counts = np.broadcast_to(getattr(x, "rows", 1), len(squares))[:, None]

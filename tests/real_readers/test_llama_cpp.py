@@ -106,7 +106,7 @@ def test_float32(tmp_path):
 # llama.cpp quantizes activations to eight bits, in blocks of 32 or 256.
 @pytest.mark.parametrize("format", ["q8_0", "q4_0", "q5_1", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
 def test_quantized(tmp_path, format):
-    arrays = llama.quantized(format, eqq.JointMSE())
+    arrays = llama.quantize_model(format, eqq.JointMSE())
     model = load(write(tmp_path / "model.gguf", arrays))
     llama.assert_near(compute_logits(model), llama.expected_logits(arrays), 0.3)
 
@@ -197,11 +197,19 @@ def test_the_bytes_of_its_own_quantizer(tmp_path, name):
     np.testing.assert_array_equal(read_bytes(tmp_path / "x.gguf", q), theirs)
 
 
+SCALARS = ("Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+VECTORS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+
+
 @pytest.mark.parametrize("kind", ["normal", "student"])
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
-def test_our_search_finds_no_larger_errors_than_that_of_ggml(tmp_path, name, kind):
+@pytest.mark.parametrize("name, weighted", [*((n, False) for n in SCALARS), *((n, True) for n in SCALARS + VECTORS)])
+def test_our_search_finds_no_larger_errors_than_that_of_ggml(tmp_path, name, weighted, kind):
+    """Without an importance matrix, and with one."""
     x = data(kind)
-    q = eqq.quantize(jnp.asarray(x), getattr(eqq.formats, name)(), method=eqq.JointMSE())
+    squares = np.exp(np.random.default_rng(1).standard_normal(x.shape[1]) if weighted else np.zeros(x.shape[1]))
+    squares = squares.astype(np.float32)
+    method = eqq.JointMSE(squares if weighted else None)
+    q = eqq.quantize(jnp.asarray(x), getattr(eqq.formats, name)(), method=method)
     number = gguf.GGMLQuantizationType[name]
     ours = gguf.quants.dequantize(read_bytes(tmp_path / "x.gguf", q), number)
     np.testing.assert_array_equal(ours, q.dequantize())
@@ -209,8 +217,8 @@ def test_our_search_finds_no_larger_errors_than_that_of_ggml(tmp_path, name, kin
     packed = np.zeros((len(x), x.shape[1] // block * size), np.uint8)
     quantize = _ggml.libggml.ggml_quantize_chunk
     quantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    quantize(int(number), x.ctypes.data, packed.ctypes.data, 0, *x.shape, None)
+    quantize(int(number), x.ctypes.data, packed.ctypes.data, 0, *x.shape, squares.ctypes.data if weighted else None)
     theirs = gguf.quants.dequantize(packed, number)
-    sqnr = lambda y: 10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2))
-    print(f"{name}, {kind}: ours {sqnr(ours):.2f} dB, ggml {sqnr(theirs):.2f} dB")
+    sqnr = lambda y: 10 * np.log10(np.sum(squares * x**2) / np.sum(squares * (x - y) ** 2))
+    print(f"{name}, {kind}{', weighted' * weighted}: ours {sqnr(ours):.2f} dB, ggml {sqnr(theirs):.2f} dB")
     assert sqnr(ours) >= sqnr(theirs)

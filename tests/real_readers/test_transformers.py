@@ -26,7 +26,7 @@ def load(folder, arrays, dialect):
 def test_four_bits_of_bitsandbytes(tmp_path, format):
     import bitsandbytes as bnb
 
-    arrays = llama.quantized(format)
+    arrays = llama.quantize_model(format)
     model = load(tmp_path / "model", arrays, "bitsandbytes")
     name = "model.layers.0.mlp.down_proj.weight"
     layer = model.model.layers[0].mlp.down_proj
@@ -44,7 +44,7 @@ def test_four_bits_of_bitsandbytes(tmp_path, format):
 def test_int8_rows_of_bitsandbytes(tmp_path):
     import bitsandbytes as bnb
 
-    arrays = llama.quantized("int8")
+    arrays = llama.quantize_model("int8")
     model = load(tmp_path / "model", arrays, "bitsandbytes")
     layer = model.model.layers[1].self_attn.q_proj
     assert isinstance(layer, bnb.nn.Linear8bitLt)
@@ -68,7 +68,7 @@ FORMATS = [
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_compressed_tensors(tmp_path, format):
-    arrays = llama.quantized(format)
+    arrays = llama.quantize_model(format)
     model = load(tmp_path / "model", arrays, "compressed-tensors")
     logits = llama.compute_logits(model)  # decompresses
     name = "model.layers.0.mlp.gate_proj.weight"
@@ -92,7 +92,7 @@ def test_decompressing_by_compressed_tensors_alone(tmp_path, format):
     from compressed_tensors.quantization import QuantizationConfig
     from safetensors.torch import load_file
 
-    arrays = llama.quantized(format)
+    arrays = llama.quantize_model(format)
     eqq.io.write(tmp_path / "model", arrays, "compressed-tensors", config=llama.CONFIG.to_dict())
     stored = load_file(tmp_path / "model" / "model.safetensors")
     config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
@@ -107,6 +107,6 @@ def test_decompressing_by_compressed_tensors_alone(tmp_path, format):
 
 
 def test_compressed_tensors_of_several_formats(tmp_path):
-    arrays = llama.quantized("int4") | {k: v for k, v in llama.quantized("fp8").items() if "mlp" in k}
+    arrays = llama.quantize_model("int4") | {k: v for k, v in llama.quantize_model("fp8").items() if "mlp" in k}
     model = load(tmp_path / "model", arrays, "compressed-tensors")
     llama.assert_near(llama.compute_logits(model), llama.expected_logits(arrays), 1e-4)

@@ -165,10 +165,10 @@ def list_weights(checkpoint: eqq.io.Checkpoint) -> list[str]:
 
 
 def parse_method(name: str | None) -> eqq.extend.AbstractMethod | None:
-    """Returns the method of a name: absmax, mse or hqq."""
+    """Returns the method of a name."""
     import eqquant as eqq
 
-    methods = {"absmax": eqq.AbsMax, "mse": eqq.MSE, "hqq": eqq.HQQ}
+    methods = {"absmax": eqq.AbsMax, "mse": eqq.MSE, "joint_mse": eqq.JointMSE, "hqq": eqq.HQQ}
     if name is not None and name.lower() not in methods:
         raise typer.BadParameter(f"It must be one of {', '.join(methods)}. Got {name!r}.")
     return None if name is None else methods[name.lower()]()

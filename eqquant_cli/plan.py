@@ -23,7 +23,7 @@ def plan(
     source: Source,
     budget: Annotated[float, typer.Option(help="The bits per weight to stay within, scales included.")] = 4.5,
     formats: Annotated[list[str] | None, typer.Option("--format", "-f", help="A format to choose from.")] = None,
-    method: Annotated[str | None, typer.Option(help="absmax, mse or hqq.")] = None,
+    method: Annotated[str | None, typer.Option(help="absmax, mse, joint_mse or hqq.")] = None,
     axis: Axis = None,
     json: Json = False,
 ) -> None:

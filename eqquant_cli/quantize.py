@@ -21,7 +21,7 @@ def quantize(
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="A pattern of names to leave as they are.")] = None,
     rule: Annotated[list[str] | None, typer.Option(help="'PATTERN=FORMAT', before --format; the first wins.")] = None,
-    method: Annotated[str | None, typer.Option(help="absmax, mse or hqq.")] = None,
+    method: Annotated[str | None, typer.Option(help="absmax, mse, joint_mse or hqq.")] = None,
     axis: Axis = None,
     dialect: Dialect = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Shows the plan, and writes nothing.")] = False,

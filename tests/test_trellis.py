@@ -28,8 +28,9 @@ def decode_by_hand(packed: np.ndarray, bits: int, length: int) -> list[int]:
         stream = [int(packed[at + n // 8]) >> n % 8 & 1 for n in range(size)]
         for n in range(count):
             window = sum(stream[(n * bits + i) % size] << i for i in range(12))
-            number = window * 0x0B9BC707 % 2**32
-            values.append(sum(number >> shift & 0x3F for shift in (0, 8, 16, 24)) - 126)
+            product = window * 0x3195 % 2**16
+            high = product * 0x394D // 2**16
+            values.append(sum(number >> shift & 0x3F for number in (product, high) for shift in (0, 8)) - 123)
         at += size // 8
     return values[:length]
 

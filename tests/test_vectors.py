@@ -215,7 +215,7 @@ def test_native_products_of_integers(name, getkey):
         assert (np.abs(np.asarray(rows @ q.T) - x @ w.T) <= 2e-6 * (np.abs(x) @ np.abs(w).T)).all()
 
 
-def values_of_trellis(codes, bits, multiplier, length):
+def values_of_trellis(codes, bits, first, second, length):
     """The values of rows, window by window."""
     values = np.empty((len(codes), length))
     for row, at in np.ndindex(values.shape):
@@ -223,7 +223,9 @@ def values_of_trellis(codes, bits, multiplier, length):
         segment = codes[row, first // 8 * bits :][: min(128, -(-(length - first) // 16) * 16) * bits // 8]
         circle = np.unpackbits(segment, bitorder="little")
         window = int((np.take(circle, (at - first) * bits + np.arange(12), mode="wrap") << np.arange(12)).sum())
-        values[row, at] = sum((window * multiplier % 2**32 & 0x3F3F3F3F).to_bytes(4, "little")) - 126
+        product = window * first % 2**16
+        high = product * second // 2**16
+        values[row, at] = product % 64 + product // 256 % 64 + high % 64 + high // 256 % 64 - 123
     return values
 
 
@@ -231,12 +233,12 @@ def values_of_trellis(codes, bits, multiplier, length):
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [1, 300, 1152])
 def test_native_trellis(bits, length):
-    rng, multiplier = np.random.default_rng(0), 0x0B9BC707
+    rng, first, second = np.random.default_rng(0), 0x3195, 0x394D
     codes = rng.integers(0, 256, (24, (length // 128 * 128 + -(-(length % 128) // 16) * 16) * bits // 8), np.uint8)
     weight = StoredWeight(jnp.asarray(codes), jnp.full((24, 1), np.float32(0.5).view(np.uint32)))
-    codec = Codec("trellis", (bits, multiplier), lowest=-126)
-    layout = Layout(length, 8, length, tuple(map(float, range(-126, 130))), codec=codec)
-    w = values_of_trellis(codes, bits, multiplier, length) / 2
+    codec = Codec("trellis", (bits, second << 16 | first), lowest=-123)
+    layout = Layout(length, 8, length, tuple(map(float, range(-123, 133))), codec=codec)
+    w = values_of_trellis(codes, bits, first, second, length) / 2
     np.testing.assert_array_equal(calls.decode(weight, layout, jnp.float32, clip=False), w)
     for m in (1, 20):
         for transpose in (False, True):

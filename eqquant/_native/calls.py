@@ -120,7 +120,7 @@ def encode_trellis(
     weights: Float32[Array, "*batch rows length"],
     feedback: Float32[Array, "*batch length length"] | None,
     bits: int,
-    multiplier: int,
+    multipliers: int,
     packed_length: int,
 ) -> UInt8[Array, "*batch rows bytes"]:
     """Returns the packed codes of the best sequences, unless `why_not_encode`.
@@ -130,7 +130,7 @@ def encode_trellis(
     result = jax.ShapeDtypeStruct((*values.shape[:-1], packed_length), jnp.uint8)
     more = () if feedback is None else (feedback,)
     call = jax.ffi.ffi_call(library.ENCODE_TRELLIS, result)
-    return call(values, weights, *more, bits=np.int32(bits), multiplier=np.int64(multiplier))
+    return call(values, weights, *more, bits=np.int32(bits), multipliers=np.int64(multipliers))
 
 
 def why_not_reduce(blocks: Float[Array, "*batch blocks block"]) -> str | None:

@@ -30,8 +30,9 @@ from .primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
 
 
 WINDOW, SEGMENT, UNIT = 12, 128, 16
-# Of 4000 random multipliers the one of least error at two bits, for normally distributed values.
-MULTIPLIER = 0x0B9BC707
+# Of 5000 random pairs the one of least error at two bits, for normally distributed values. The lower half multiplies
+# windows, the upper one these products.
+MULTIPLIERS = 0x394D3195
 
 encode_trellis_p = jax.extend.core.Primitive("encode_trellis")
 
@@ -43,14 +44,15 @@ def packed_length(length: int, bits: int) -> int:
 
 
 def hash_windows(windows: UInt32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Returns the value of each window, an integer from -126 to 126.
+    """Returns the value of each window, an integer from -123 to 113, with a mean of about zero.
 
-    Values are nearly normally distributed.
-
-    The sum of four numbers of six bits, after the sum of four bytes in QTIP (https://arxiv.org/abs/2406.11235).
+    Values are nearly normally distributed: the sum of four numbers of six bits, after the sum of four bytes in QTIP
+    (https://arxiv.org/abs/2406.11235). All numbers have 16 bits, of which processors multiply most at once.
     """
-    fields = windows * np.uint32(MULTIPLIER) & np.uint32(0x3F3F3F3F)
-    return (fields * np.uint32(0x01010101) >> np.uint32(24)).astype(jnp.int32) - 126
+    product = windows * np.uint32(MULTIPLIERS & 0xFFFF) & np.uint32(0xFFFF)
+    high = product * np.uint32(MULTIPLIERS >> 16) >> np.uint32(16)
+    pairs = (product & np.uint32(0x3F3F)) + (high & np.uint32(0x3F3F))
+    return ((pairs & np.uint32(0xFF)) + (pairs >> np.uint32(8))).astype(jnp.int32) - 123
 
 
 @ft.lru_cache
@@ -218,7 +220,7 @@ def _native(*args: Array, tree: PyTreeDef, bits: int) -> UInt8[Array, "*batch ro
     trellis: TrellisRows = jtu.tree_unflatten(tree, args)
     if trellis.values.size == 0 or calls.why_not_encode(trellis.values, bits) is not None:
         return _by_xla(*args, tree=tree, bits=bits)
-    return calls.encode_trellis(*trellis, bits, MULTIPLIER, packed_length(trellis.values.shape[-1], bits))
+    return calls.encode_trellis(*trellis, bits, MULTIPLIERS, packed_length(trellis.values.shape[-1], bits))
 
 
 def _abstract(*args: Any, tree: PyTreeDef, bits: int) -> jax.core.ShapedArray:

@@ -45,7 +45,7 @@ inline const std::vector<NamedCodec>& all_codecs() {
       Codec codec = {};
       codec.kind = kTrellis;
       codec.bits = bits;
-      codec.multiplier = 0x9e3779b1u + 0x01234567u * static_cast<uint32_t>(bits);
+      codec.multipliers = 0x9e3779b1u + 0x01234567u * static_cast<uint32_t>(bits);
       found.push_back({"trellis of " + std::to_string(bits) + " bits", codec, {}});
     }
     std::mt19937 random(5);
@@ -83,9 +83,9 @@ inline int code_of_trellis(const Codec& codec, const uint8_t* row, int64_t lengt
     const int64_t at = (k % 128 * codec.bits + i) % (values * codec.bits);
     window |= static_cast<uint32_t>(bytes[at / 8] >> (at % 8) & 1) << i;
   }
-  int sum = 0;
-  for (uint32_t hash = window * codec.multiplier; hash > 0; hash >>= 8) sum += static_cast<int>(hash & 63);
-  return sum;
+  const uint32_t first = codec.multipliers % 65536, second = codec.multipliers / 65536;
+  const uint32_t product = window * first % 65536, high = product * second / 65536;
+  return static_cast<int>(product % 64 + product / 256 % 64 + high % 64 + high / 256 % 64);
 }
 
 inline int code_of_grid(const Codec& codec, const uint8_t* row, int64_t length, int bits, int64_t k) {

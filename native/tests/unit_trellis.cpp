@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr uint32_t kMultiplier = 0x0B9BC707;
+constexpr uint32_t kFirst = 0x3195, kSecond = 0x394D;
 
 using std::to_string;
 
@@ -37,7 +37,7 @@ struct Rows {
     p.k = k;
     p.words = words();
     p.bits = bits;
-    p.multiplier = kMultiplier;
+    p.multipliers = kSecond << 16 | kFirst;
     char why[200];
     if (check_trellis(p, why, sizeof why) != nullptr) fail("refused: %s", why);
     auto* memory = static_cast<TrellisMemory*>(allocate_aligned(trellis_bytes(p)));
@@ -57,9 +57,8 @@ struct Rows {
           const int64_t at = (i * bits + bit) % size;
           window |= static_cast<uint32_t>(packed[at / 8] >> at % 8 & 1) << bit;
         }
-        const uint32_t fields = window * kMultiplier & 0x3f3f3f3f;
-        found.push_back(static_cast<int>((fields & 255) + (fields >> 8 & 255) + (fields >> 16 & 255) + (fields >> 24)) -
-                        126);
+        const uint32_t product = window * kFirst & 0xffff, high = product * kSecond >> 16;
+        found.push_back(static_cast<int>((product & 63) + (product >> 8 & 63) + (high & 63) + (high >> 8 & 63)) - 123);
       }
       packed += size / 8;
     }

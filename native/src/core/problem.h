@@ -70,16 +70,23 @@ typedef struct CodecPart {
 
 typedef struct Codec {
   int32_t kind;
-  // A trellis: segments of 128 values, the last rounded up to a multiple of 16. Value `t` is the sum of the four bytes
-  // of `window * multiplier & 0x3f3f3f3f`, where the window is the 12 bits from `t * bits` on, in a circle.
+  // A trellis: segments of 128 values, the last rounded up to a multiple of 16. Value `t` is `hash_window` of the 12
+  // bits from `t * bits` on, in a circle.
   int32_t bits;
-  uint32_t multiplier;
+  uint32_t multipliers;
   // A grid: segments of 256 values. The parts of each lie one after the other, packed as codes of single values are.
   int32_t size;  // of a vector: 8 or 4 values
   int32_t num_parts;
   CodecPart parts[kMostParts];
   const int8_t* vectors;  // one for each index; a code is the value less the first of the table
 } Codec;
+
+// The sum of four numbers of six bits.
+static inline uint8_t hash_window(uint32_t window, uint32_t multipliers) {
+  const uint32_t product = window * multipliers & 0xffff, high = product * (multipliers >> 16) >> 16;
+  const uint32_t pairs = (product & 0x3f3f) + (high & 0x3f3f);
+  return static_cast<uint8_t>(pairs + (pairs >> 8));
+}
 
 static inline int64_t codec_segment(const Codec* codec) { return codec->kind == kTrellis ? 128 : 256; }
 

@@ -60,8 +60,8 @@ typedef struct TrellisProblem {
   const float* feedback;  // (n / rows, k, k): how much of an error is subtracted from another value; or null
   uint8_t* y;             // (n, words)
   int64_t n, rows, k, words;
-  int32_t bits;         // 1 to 4
-  uint32_t multiplier;  // of the hash
+  int32_t bits;          // 1 to 4
+  uint32_t multipliers;  // of the hash
 } TrellisProblem;
 
 // The memory of a thread. `changes`, at the end, is needed only with feedback.

@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "core/problem.h"
 #include "core/vectors.h"
 #include "encode/encode.h"
 
@@ -29,11 +30,9 @@ struct Groups {
 };
 
 // The values of all windows.
-EQQ_INLINE void fill_table(uint32_t multiplier, float* table) {
-  for (uint32_t window = 0; window < kTrellisWindows; ++window) {
-    const uint32_t numbers = window * multiplier & 0x3f3f3f3fu;
-    table[window] = static_cast<float>(static_cast<int32_t>(numbers * 0x01010101u >> 24) - 126);
-  }
+EQQ_INLINE void fill_table(uint32_t multipliers, float* table) {
+  for (uint32_t window = 0; window < kTrellisWindows; ++window)
+    table[window] = static_cast<float>(hash_window(window, multipliers) - 123);
 }
 
 // The best of the windows that precede each group, and its cost. Costs are positive, so their bits are in their order;
@@ -150,7 +149,7 @@ EQQ_INLINE void encode_segment(const Part& part, TrellisMemory* memory, uint8_t*
 template <int kBits>
 EQQ_INLINE void encode_trellis_rows(const TrellisProblem& p, int64_t first_row, int64_t last_row,
                                     TrellisMemory* memory) {
-  fill_table(p.multiplier, memory->table);
+  fill_table(p.multipliers, memory->table);
   for (int64_t row = first_row; row < last_row; ++row)
     for (int64_t first = 0; first < p.k; first += kTrellisSegment) {
       float values[kTrellisSegment] = {0}, weights[kTrellisSegment] = {0};

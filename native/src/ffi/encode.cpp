@@ -70,7 +70,7 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisor
 
 // Arguments: values, weights of their errors, and feedback if there is any.
 ffi::Error encode_trellis(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::AnyBuffer weights, ffi::RemainingArgs rest,
-                          ffi::Result<ffi::AnyBuffer> y, int32_t bits, int64_t multiplier) {
+                          ffi::Result<ffi::AnyBuffer> y, int32_t bits, int64_t multipliers) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
@@ -100,7 +100,7 @@ ffi::Error encode_trellis(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::AnyB
   p.weights = static_cast<const float*>(weights.untyped_data());
   p.y = static_cast<uint8_t*>(y->untyped_data());
   p.bits = bits;
-  p.multiplier = static_cast<uint32_t>(multiplier);
+  p.multipliers = static_cast<uint32_t>(multipliers);
   char text[200];
   if (const char* wrong = check_trellis(p, text, sizeof text)) return bad(wrong);
   const int64_t size = (trellis_bytes(p) + 63) / 64 * 64, workers = p.n < pool.num_threads() ? p.n : pool.num_threads();
@@ -165,7 +165,7 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_encode_trellis(XLA_FFI_CallFrame* call_fra
                              .RemainingArgs()
                              .Ret<ffi::AnyBuffer>()
                              .Attr<int32_t>("bits")
-                             .Attr<int64_t>("multiplier")
+                             .Attr<int64_t>("multipliers")
                              .To(encode_trellis)
                              .release();
   return handler->Call(call_frame);

@@ -48,7 +48,7 @@ const char* set_codec(const Meaning& meaning, Codec* out) {
   if (is_trellis) {
     if (codec.size() != 3) return "another version of eqquant describes the codec";
     c.bits = static_cast<int32_t>(codec[1]);
-    c.multiplier = static_cast<uint32_t>(codec[2]);
+    c.multipliers = static_cast<uint32_t>(codec[2]);
     return nullptr;
   }
   c.num_parts = static_cast<int32_t>(codec.size() / 4);

@@ -1,7 +1,4 @@
-// The trellis of `Codec`: windows of twelve bits, hashed to the sum of four bytes.
-//
-// A value has 16 bits: the product of its window and the multiplier is computed in halves, which machines multiply
-// fastest.
+// The trellis of `Codec`: windows of twelve bits, hashed to the sum of four numbers. All have 16 bits.
 #pragma once
 
 #include <string.h>
@@ -89,17 +86,15 @@ struct TrellisVector {
 // Hashes windows.
 struct TrellisHash {
   using V = TrellisVector;
-  V::I low, high, six = V::all(kSixBits), window = V::all(kWindow);
+  V::I first, second, six = V::all(kSixBits), window = V::all(kWindow);
 
-  explicit TrellisHash(uint32_t multiplier)
-      : low(V::all(static_cast<uint16_t>(multiplier))), high(V::all(static_cast<uint16_t>(multiplier >> 16))) {}
+  explicit TrellisHash(uint32_t multipliers)
+      : first(V::all(static_cast<uint16_t>(multipliers))), second(V::all(static_cast<uint16_t>(multipliers >> 16))) {}
 
   // Sums of two bytes each, which are to be added. `windows` may have further bits.
   EQQ_INLINE V::I pairs(const TrellisHash& h, V::I windows) {
-    windows = V::bit_and(windows, h.window);
-    const V::I lower = V::mul_low(windows, h.low);
-    const V::I upper = V::add(V::mul_high(windows, h.low), V::mul_low(windows, h.high));
-    return V::add(V::bit_and(lower, h.six), V::bit_and(upper, h.six));
+    const V::I product = V::mul_low(V::bit_and(windows, h.window), h.first);
+    return V::add(V::bit_and(product, h.six), V::bit_and(V::mul_high(product, h.second), h.six));
   }
 };
 
@@ -129,7 +124,7 @@ struct Trellis {
   TrellisHash hash;
   I place[4], shift = _mm512_loadu_si512(kPlaces.shift);
 
-  explicit Trellis(uint32_t multiplier) : hash(multiplier) {
+  explicit Trellis(uint32_t multipliers) : hash(multipliers) {
     for (int i = 0; i < 4; ++i) place[i] = _mm512_loadu_si512(kPlaces.place[i]);
   }
 
@@ -197,7 +192,7 @@ struct Trellis {
   TrellisHash hash;
   V::I place = V::load(kPlaces.place), right = V::load(kPlaces.right), left = V::load(kPlaces.left);
 
-  explicit Trellis(uint32_t multiplier) : hash(multiplier) {}
+  explicit Trellis(uint32_t multipliers) : hash(multipliers) {}
 
   template <int kIndex>
   EQQ_INLINE V::I pairs(const Trellis& t, const uint8_t* segment) {
@@ -231,10 +226,9 @@ EQQ_INLINE void decode_segment(const Trellis<kBits>& t, const uint8_t* segment, 
 
 template <int kBits>
 struct Trellis {
-  uint16_t low, high;
+  uint32_t multipliers;
 
-  explicit Trellis(uint32_t multiplier)
-      : low(static_cast<uint16_t>(multiplier)), high(static_cast<uint16_t>(multiplier >> 16)) {}
+  explicit Trellis(uint32_t multipliers) : multipliers(multipliers) {}
 };
 
 template <int kBits>
@@ -248,13 +242,7 @@ EQQ_INLINE void decode_segment(const Trellis<kBits>& t, const uint8_t* segment, 
     for (int j = 0; j < 8; ++j) bits |= static_cast<uint64_t>(circle[i * kBits / 8 + j]) << 8 * j;
     for (int j = 0; j < 8; ++j) windows[i + j] = bits >> j * kBits & kWindow;
   }
-  for (int i = 0; i < kTrellisValues; ++i) {
-    const uint16_t upper = static_cast<uint16_t>((static_cast<uint32_t>(windows[i]) * t.low >> 16) +
-                                                 static_cast<uint32_t>(windows[i]) * t.high);
-    const uint16_t sums =
-        static_cast<uint16_t>((static_cast<uint32_t>(windows[i]) * t.low & kSixBits) + (upper & kSixBits));
-    out[i] = static_cast<uint8_t>(sums + (sums >> 8));
-  }
+  for (int i = 0; i < kTrellisValues; ++i) out[i] = hash_window(windows[i], t.multipliers);
 }
 
 #endif
@@ -268,10 +256,10 @@ EQQ_INLINE void repeat_circle(const uint8_t* segment, int64_t values, uint8_t* o
 
 // Values `first` to `last` of a row of `length`, where `first` begins a segment.
 template <int kBits>
-EQQ_INLINE void decode_trellis_row(uint32_t multiplier, const uint8_t* packed, int64_t length, int64_t first,
+EQQ_INLINE void decode_trellis_row(uint32_t multipliers, const uint8_t* packed, int64_t length, int64_t first,
                                    int64_t last, uint8_t* out) {
   constexpr int64_t kSize = 16 * kBits;
-  const Trellis<kBits> trellis(multiplier);
+  const Trellis<kBits> trellis(multipliers);
   const uint8_t* bytes = packed + first / kTrellisValues * kSize;
   for (; last - first >= kTrellisValues; first += kTrellisValues, bytes += kSize, out += kTrellisValues) {
     __builtin_prefetch(bytes + kTrellisAhead);
@@ -287,7 +275,7 @@ EQQ_INLINE void decode_trellis_row(uint32_t multiplier, const uint8_t* packed, i
 EQQ_INLINE void decode_trellis(const Codec& codec, const uint8_t* packed, int64_t length, int64_t first, int64_t last,
                                uint8_t* out) {
   by_count<4>(codec.bits, [&](auto bits) {
-    decode_trellis_row<decltype(bits)::value>(codec.multiplier, packed, length, first, last, out);
+    decode_trellis_row<decltype(bits)::value>(codec.multipliers, packed, length, first, last, out);
   });
 }
 

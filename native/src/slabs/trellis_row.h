@@ -65,7 +65,7 @@ struct TrellisRow {
   template <int kBits>
   static void multiply_rows(const Problem& p, int64_t row, int64_t count, const float* x, float* scales, float* out) {
     constexpr int64_t kSize = 16 * kBits;
-    const Trellis<kBits> trellis(p.codec->multiplier);
+    const Trellis<kBits> trellis(p.codec->multipliers);
     const V::F middle = S::broadcast(kLarge - p.table[0]);
     const int64_t block = p.blocks == 1 ? padded(p) : p.block_size;
     for (int64_t r = 0; r < count; ++r) {

@@ -109,7 +109,7 @@ struct TrellisSlices {
   template <int kBits>
   static void multiply_rows(const Problem& p, int64_t row, int64_t count, const Row& of_x, float* scale, float* out) {
     constexpr int64_t kSize = 16 * kBits;
-    const Trellis<kBits> trellis(p.codec->multiplier);
+    const Trellis<kBits> trellis(p.codec->multipliers);
     const int64_t first_value = static_cast<int64_t>(p.table[0]) * of_x.sum;
     for (int64_t r = 0; r < count; ++r) {
       const uint8_t* bytes = p.codes + (row + r) * p.words;

@@ -6,6 +6,7 @@ import os
 import random
 import traceback
 import zlib
+from pathlib import Path
 
 import jax
 import jax.random as jr
@@ -24,14 +25,16 @@ COMPILED = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every", type=int, default=1, metavar="N", help="run one in N cases of each test")
-    help = "which of each N cases to run; without it the date chooses, so that N days in a row run all cases"
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="run one in N cases of each test, and of slow ones one in 2 N"
+    )
+    help = "which of each N cases to run; without it the date chooses, so that 2 N days in a row run all cases"
     parser.addoption("--offset", type=int, metavar="K", help=help)
 
 
 def pytest_configure(config):
     if config.option.offset is None:  # processes of pytest-xdist get the option from the process that starts them
-        config.option.offset = datetime.datetime.now(datetime.UTC).date().toordinal() % config.option.every
+        config.option.offset = datetime.datetime.now(datetime.UTC).date().toordinal() % (2 * config.option.every)
 
 
 def pytest_report_header(config):
@@ -39,12 +42,13 @@ def pytest_report_header(config):
     return None if every == 1 else f"one in {every} cases of each test: --every {every} --offset {offset} repeats them"
 
 
-def sample(name, cases, every, offset):
-    """One in `every` cases, and one of fewer. All offsets together choose each case.
+def sample(name, cases, every, offset, at_least_one=True):
+    """One in `every` cases, and one of fewer, if there must be one. All offsets together choose each case.
 
     Tests start at different cases, so that no day tries one format or one setting alone.
     """
-    return cases[(offset + zlib.crc32(name.encode())) % min(every, len(cases)) :: every]
+    start = (offset + zlib.crc32(name.encode())) % every
+    return cases[start % len(cases) if at_least_one else start :: every]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,13 +73,21 @@ def pytest_collection(session):
         jax.monitoring.unregister_event_duration_listener(record)
 
 
-@pytest.hookimpl(trylast=True)  # after those marked `slow` have left
+@pytest.hookimpl(trylast=True)  # after `-m`
 def pytest_collection_modifyitems(config, items):
+    """Keeps one in `--every` cases of each test, and of those marked `slow` one in twice as many."""
     every, offset = config.option.every, config.option.offset
-    cases = collections.defaultdict(list)
+    tests = collections.defaultdict(list)
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
-    kept = {item for name, test in cases.items() for item in sample(name, test, every, offset)}
+        tests[item.nodeid.partition("[")[0], item.get_closest_marker("slow") is not None].append(item)
+    kept = set()
+    for (name, slow), cases in tests.items():
+        if not slow:
+            kept.update(sample(name, cases, every, offset))
+        elif every > 1:
+            kept.update(sample(name, cases, 2 * every, offset, at_least_one=False))
+        elif config.option.markexpr:  # which chose them
+            kept.update(cases)
     if left_out := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in kept]
@@ -92,9 +104,16 @@ def getkey():
 def _compilation(request):
     """Programs are small, and compiling them takes longest: so most are not optimized. A module may want it otherwise.
 
-    And keeps memory bounded: one module's compiled programs are of no use to the next.
+    Modules share their programs, as long as there is memory.
     """
-    jax.config.update("jax_disable_most_optimizations", not getattr(request.module, "OPTIMIZED", False))
-    yield
-    jax.clear_caches()
-    gc.collect()
+    optimize = getattr(request.module, "OPTIMIZED", False)
+    if jax.config.jax_disable_most_optimizations == optimize or memory() > 2**31:
+        jax.clear_caches()
+        gc.collect()
+    jax.config.update("jax_disable_most_optimizations", not optimize)
+
+
+def memory():
+    """The bytes that this process holds in memory, where the system says it."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 2**63

@@ -208,7 +208,9 @@ def temp_bytes(f: Callable[..., Any], *args: Any) -> int:
 
 
 def weights(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+    """Normally distributed values. NumPy draws them: of all programs, random ones take longest to compile."""
+    draw = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    return jnp.asarray(draw.standard_normal(shape, np.float32).astype(dtype))
 
 
 # A model to train with float masters, its loss, and what of it optax takes.

@@ -840,8 +840,8 @@ def split_integers(q):
 )
 def test_convolutions_multiply_integers(groups, channels, size, format, getkey):
     """Equal to NumPy's integers, scaled once. Sums over 96 channels would not be exact in float32."""
-    x = jr.normal(getkey(), (2, channels, 7, 6)) + 0.5
-    q = eqq.quantize(jr.normal(getkey(), (6, channels // groups, size, size)), eqq.Int8(), axis=(1, 2, 3))
+    x = weights(getkey(), (2, channels, 7, 6)) + 0.5
+    q = eqq.quantize(weights(getkey(), (6, channels // groups, size, size)), eqq.Int8(), axis=(1, 2, 3))
     f = jax.jit(eqq.quaxify(ft.partial(convolve, groups=groups)))
     y = f(x, eqq.arrays.ActivationQuantizedArray(q, format))
     a, s = split_integers(eqq.quantize(x.reshape(2, -1), format))
@@ -857,7 +857,7 @@ def test_convolutions_multiply_integers(groups, channels, size, format, getkey):
 
 def test_explanation_of_convolutions(getkey):
     """On CPU codes are floats, elsewhere int8; with blocks or small floats the values are decoded."""
-    x, weight = jr.normal(getkey(), (2, 4, 8, 8)), jr.normal(getkey(), (6, 4, 3, 3))
+    x, weight = weights(getkey(), (2, 4, 8, 8)), weights(getkey(), (6, 4, 3, 3))
     f = eqq.quaxify(convolve)
 
     def integers(format, activations, platform):
@@ -875,7 +875,7 @@ def test_explanation_of_convolutions(getkey):
 
 def test_models_with_convolutions(getkey):
     model = eqx.nn.Sequential([eqx.nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, key=getkey())])
-    x = jr.normal(getkey(), (3, 4, 6, 6))
+    x = weights(getkey(), (3, 4, 6, 6))
     assert "multiplies codes under `eqq.quaxify`" in str(eqq.plan_tree(model, eqq.Int8(), activations="int8").to_dict())
     run = eqx.filter_jit(lambda m, x: jax.vmap(m)(x))
     expected = run(model, x)
@@ -892,7 +892,7 @@ def test_models_with_convolutions(getkey):
 
 
 def test_jax_functions_warn_about_float_activations(getkey):
-    layer, x = eqx.nn.Linear(64, 64, key=getkey()), jr.normal(getkey(), (8, 64))
+    layer, x = eqx.nn.Linear(64, 64, key=getkey()), weights(getkey(), (8, 64))
     w = eqq.quantize_tree(layer, "int8", activations="int8").weight
     for f in (
         lambda w, x: jnp.matmul(x, w.T),
@@ -925,7 +925,7 @@ def in_checkpointed_loop(w, x):
     ],
 )
 def test_operations_without_a_rule_warn_about_float_activations(getkey, f, operation):
-    q, x = eqq.quantize(jr.normal(getkey(), (64, 64)), "int8"), jr.normal(getkey(), (64,))
+    q, x = eqq.quantize(weights(getkey(), (64, 64)), "int8"), weights(getkey(), (64,))
     w = eqq.arrays.ActivationQuantizedArray(q, "int8")
     quaxified = eqq.quaxify(f)
     match = rf"`{operation}`, at .*test_activations.py:\d+ in .*an? \w+ of shape \(64, 64\), so its products quantize"
@@ -942,7 +942,7 @@ def test_operations_without_a_rule_warn_about_float_activations(getkey, f, opera
 
 @pytest.mark.parametrize("f", [with_own_gradient, in_checkpointed_loop])
 def test_gradients_by_the_rule_of_a_user_are_those_of_floats(getkey, f):
-    q, x = eqq.quantize(jr.normal(getkey(), (64, 64)) / 8, "int8"), jr.normal(getkey(), (64,))
+    q, x = eqq.quantize(weights(getkey(), (64, 64)) / 8, "int8"), weights(getkey(), (64,))
     w = eqq.arrays.ActivationQuantizedArray(q, "int8")
     quaxified = eqq.quaxify(f)
     with eqq.no_dense():
@@ -958,8 +958,8 @@ def test_gradients_by_the_rule_of_a_user_are_those_of_floats(getkey, f):
 @pytest.mark.parametrize("format", [eqq.Int8(), eqq.Int4(32)])  # codes are multiplied, or decoded
 def test_gradients_of_convolutions(getkey, format):
     """Gradients equal those of a convolution of rounded values: of `x` in range, and of learned scales."""
-    x, weight = jr.normal(getkey(), (2, 4, 6, 6)), jr.normal(getkey(), (6, 4, 3, 3))
-    dy, scale = jr.normal(getkey(), (2, 6, 6, 6)), np.float32(0.01)
+    x, weight = weights(getkey(), (2, 4, 6, 6)), weights(getkey(), (6, 4, 3, 3))
+    dy, scale = weights(getkey(), (2, 6, 6, 6)), np.float32(0.01)
     simulated = eqq.quantize_tree({"w": weight}, format, axis=(1, 2, 3), simulate=True)["w"]
     w = eqq.arrays.ActivationQuantizedArray(simulated, "int8", scale, learn_scale=True)
     f = lambda w, x: jnp.sum(eqq.quaxify(convolve)(x, w) * dy)

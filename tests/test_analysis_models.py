@@ -201,7 +201,7 @@ def test_paths_with_brackets(getkey):
 
 
 def test_weight_sensitivity():
-    model = {"a": jr.normal(jr.key(0), (8, 64)), "b": jr.normal(jr.key(1), (32, 64)) * 100}
+    model = {"a": weights(jr.key(0), (8, 64)), "b": weights(jr.key(1), (32, 64)) * 100}
     report = analysis.weight_sensitivity(model, ("int2", "int8"))
     for leaf in report.leaves:
         w = model[leaf.paths[0]]
@@ -214,7 +214,7 @@ def test_weight_sensitivity():
 
 
 def test_weight_sensitivity_reads_one_array_at_a_time():
-    model = {"layers": {str(n): {"w": jr.normal(jr.key(n), (8, 64))} for n in range(3)}, "bias": jnp.ones((2, 2))}
+    model = {"layers": {str(n): {"w": weights(jr.key(n), (8, 64))} for n in range(3)}, "bias": jnp.ones((2, 2))}
     shapes, seen = jax.eval_shape(lambda: model), []
 
     def read(path):
@@ -229,7 +229,7 @@ def test_weight_sensitivity_reads_one_array_at_a_time():
 
 
 def test_stacks_count_as_several_matrices():
-    layers = [jr.normal(jr.key(n), (16, 32)) for n in range(4)]
+    layers = [weights(jr.key(n), (16, 32)) for n in range(4)]
     stacked = {"stack": jnp.stack(layers), "experts": jnp.stack(layers), "conv1d": jnp.ones((16, 32, 9))}
     alone = [analysis.weight_sensitivity({"w": w}, "int3").leaves[0].losses[0] for w in layers]
     conv, experts, stack = (leaf.losses[0] for leaf in analysis.weight_sensitivity(stacked, "int3").leaves)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
 
-from .helpers import equations, mark_slow
+from .helpers import equations, mark_slow, weights
 
 
 HEADS, CONTEXT, SIZE = 2, 160, 32
@@ -35,7 +35,7 @@ WAYS = {
 
 def data(*batch, tokens=CONTEXT):
     """Keys of which one number is much larger than the others, as in many models; and values."""
-    keys, values = jr.normal(jr.key(0), (2, *batch, HEADS, tokens, SIZE))
+    keys, values = weights(jr.key(0), (2, *batch, HEADS, tokens, SIZE))
     return keys.at[..., 3].add(16), values
 
 
@@ -64,7 +64,7 @@ def test_appending_step_by_step_equals_appending_at_once(way):
 
     cache, _ = jax.lax.scan(step, cache, length=86)
     assert cache.length.tolist() == once.length.tolist() == lengths.tolist()
-    queries = jr.normal(jr.key(1), (2, HEADS, 3, SIZE))
+    queries = weights(jr.key(1), (2, HEADS, 3, SIZE))
     np.testing.assert_array_equal(attend(cache, queries), attend(once, queries))
     # The packed codes equal `quantize` of all tokens together.
     whole = 70 // cache.window * cache.window if cache.window else 70
@@ -77,7 +77,7 @@ def test_appending_step_by_step_equals_appending_at_once(way):
 def test_attention_equals_dense_attention_of_dequantized_keys_and_values():
     keys, values = data()
     cache = append(eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), "int8"), keys, values)
-    queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
+    queries = weights(jr.key(1), (HEADS, 3, SIZE))
     held = [eqq.quantize(x, "int8").dequantize() for x in (keys, values)]
     shares = jax.nn.softmax(queries @ held[0].mT / SIZE**0.5)
     np.testing.assert_allclose(attend(cache, queries), shares @ held[1], atol=2e-6)
@@ -85,7 +85,7 @@ def test_attention_equals_dense_attention_of_dequantized_keys_and_values():
 
 def test_per_channel_scales_reduce_errors_of_keys():
     keys, values = data(tokens=128)
-    queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
+    queries = weights(jr.key(1), (HEADS, 3, SIZE))
     errors = {}
     for per_channel in (False, True):
         cache = eqq.QuantizedCache.empty((HEADS, 128, SIZE), "int4", per_channel=per_channel)
@@ -144,7 +144,7 @@ def test_only_programs_for_cpu_hold_a_loop(way):
 
 def test_gradients_pass_through_a_float_cache():
     keys, values = data()
-    queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
+    queries = weights(jr.key(1), (HEADS, 3, SIZE))
 
     def loss(append, keys, values):
         cache = append(eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), None), keys, values)
@@ -171,7 +171,7 @@ def test_vmap(way):
     whole = append(eqq.QuantizedCache.empty((3, HEADS, CONTEXT, SIZE), **WAYS[way]), keys, values)
     one = lambda k, v: eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), **WAYS[way]).append(k, v)
     mapped = jax.jit(jax.vmap(one))(keys, values)
-    queries = jr.normal(jr.key(1), (3, HEADS, 3, SIZE))
+    queries = weights(jr.key(1), (3, HEADS, 3, SIZE))
     assert mapped.length.tolist() == [CONTEXT] * 3
     np.testing.assert_allclose(jax.jit(jax.vmap(attend))(mapped, queries), attend(whole, queries), atol=1e-6)
 
@@ -180,7 +180,7 @@ def test_vmap(way):
 def test_sharded_heads(way):
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     keys, values = data()
-    queries = jr.normal(jr.key(1), (HEADS, 3, SIZE))
+    queries = weights(jr.key(1), (HEADS, 3, SIZE))
     cache = append(eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), **WAYS[way]), keys, values)
     divided = eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), **WAYS[way])
     divided = divided.with_sharding(NamedSharding(mesh, P("model")))
@@ -257,7 +257,7 @@ def test_arrays_of_wrong_shapes_are_errors():
 @pytest.mark.parametrize("format", [eqq.Int4(32, symmetric=False), eqq.Int2(64, symmetric=False)])
 def test_zero_points_of_channels_belong_to_their_groups(format):
     """Zero points are packed, and several groups share a byte."""
-    keys = 3 + jr.normal(jr.key(0), (HEADS, 512, 4))
+    keys = 3 + weights(jr.key(0), (HEADS, 512, 4))
     cache = eqq.QuantizedCache.empty((HEADS, 512, 4), format, "int8", per_channel=True)
     for start in range(0, 512, cache.window):
         new = keys[:, start : start + cache.window]

@@ -24,7 +24,7 @@ from eqquant.calibrate._result import CalibrationResult
 from eqquant.calibrate._uint64 import UInt64
 from eqquant.reference import integer_format
 
-from .helpers import assert_same
+from .helpers import assert_same, weights
 
 
 OPTIMIZED = True  # programs are compared bit for bit
@@ -393,7 +393,7 @@ def test_uint64_arithmetic():
 
 
 def test_percentiles_clip_outliers():
-    x = jr.normal(jr.key(0), (100_000,)).at[7].set(1e6)
+    x = weights(jr.key(0), (100_000,)).at[7].set(1e6)
     wide, narrow = (kind().update(x).result() for kind in (MinMax, Percentile))
     assert float(wide.max) == 1e6 and 3.5 < float(narrow.max) < 4.5
 
@@ -437,7 +437,7 @@ def test_mse_clips_nothing_of_uniform_data():
 
 @pytest.mark.long
 def test_mse_of_each_channel():
-    x = jr.normal(jr.key(0), (4000, 3)) * jnp.array([1e-3, 1.0, 1e3]).reshape(1, 3)
+    x = weights(jr.key(0), (4000, 3)) * jnp.array([1e-3, 1.0, 1e3]).reshape(1, 3)
     together = MSERange(eqq.Int4(block_size=None), (3,), axis=-2).update(x).result()
     for n in range(3):
         close(together.scale[n, 0], MSERange(eqq.Int4("tensor")).update(x[:, n]).result().scale, 1e-5)
@@ -504,7 +504,7 @@ def test_a_result_knows_its_format_and_axis():
     with pytest.raises(ValueError, match="`scale` must suit the values"):
         result.quantize(1000 * w)
     # By hand, where a result is not seen: the values tell.
-    for w in (jr.normal(jr.key(0), (64, 64)), jr.uniform(jr.key(0), (64, 64), minval=-1.0)):
+    for w in (weights(jr.key(0), (64, 64)), jr.uniform(jr.key(0), (64, 64), minval=-1.0)):
         scale = compute_range(w).scale
         with pytest.raises(ValueError, match=r"`scale` must suit the values and Int4\(.* relative error of 0\.[89]"):
             eqq.quantize(w, eqq.Int4("tensor"), scale=scale)
@@ -583,7 +583,7 @@ def test_errors_of_calibrators():
 @pytest.mark.parametrize("bad", [jnp.nan, pytest.param(-jnp.nan, marks=pytest.mark.slow), jnp.inf, -jnp.inf])
 def test_nan_and_infinity_inside_jit(calibrator, bad, columns):
     """It makes the scale of its block NaN, and no other; outside it is refused."""
-    x = jr.normal(jr.key(0), (8, columns)).at[3, columns // 2].set(bad)
+    x = weights(jr.key(0), (8, columns)).at[3, columns // 2].set(bad)
     x = jnp.stack([jnp.ones_like(x), x, jnp.ones_like(x)])
 
     @jax.jit
@@ -659,7 +659,7 @@ def test_results_are_pytrees():
 def test_mse_result_inside_shard_map():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
-    x = jr.normal(jr.key(0), (2, 64))
+    x = weights(jr.key(0), (2, 64))
     scales = jax.jit(
         jax.shard_map(lambda x: MSERange().update(x).result().scale[None], mesh=mesh, in_specs=spec, out_specs=spec)
     )

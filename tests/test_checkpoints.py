@@ -16,7 +16,7 @@ from eqquant._wrappers.permuted import PermutedArray
 from eqquant.io import _repack, _safetensors
 from eqquant.io._tensors import NewTensor
 
-from .helpers import assert_same
+from .helpers import assert_same, weights
 
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -614,7 +614,7 @@ def test_act_order_under_transformations_and_in_files(tmp_path):
     one, two = (np.asarray(w.dequantize()) for w in layers)
     layer = eqx.nn.Linear(128, 32, key=jax.random.key(0))
     layer = eqx.tree_at(lambda m: m.weight, layer, layers[0])
-    x = jax.random.normal(jax.random.key(1), (3, 128))
+    x = weights(jax.random.key(1), (3, 128))
     y = eqx.filter_jit(lambda layer, x: jax.vmap(layer)(x))(layer, x)
     np.testing.assert_allclose(y, x @ one.T + layer.bias[None], rtol=1e-4, atol=1e-3)
     grad = jax.grad(lambda x: jnp.sum(jax.vmap(layer)(x)))(x)

@@ -13,6 +13,8 @@ import pytest
 import eqquant as eqq
 from eqquant.calibrate import collect_stats
 
+from .helpers import weights
+
 
 def close(actual, expected, tol=1e-5):
     scale = np.abs(np.asarray(expected)).max(initial=1e-30)
@@ -34,7 +36,7 @@ def check(leaf, rows, *, threshold=6.0):
 
 
 def normal(*shape, seed=0):
-    return jr.normal(jr.key(seed), shape)
+    return weights(jr.key(seed), shape)
 
 
 def batches(*shape):

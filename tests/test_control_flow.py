@@ -4,7 +4,6 @@ import functools as ft
 
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 import pytest
 from jax import lax
@@ -75,7 +74,7 @@ PACKED = {
 
 @pytest.fixture
 def square(getkey):
-    return weights(getkey(), (64, 64)) / 16, jr.normal(getkey(), (3, 64))
+    return weights(getkey(), (64, 64)) / 16, weights(getkey(), (3, 64))
 
 
 def check(program, w, x):
@@ -128,7 +127,7 @@ def test_warns_of_lost_activations(square):
 
 @pytest.mark.parametrize("array", ARRAYS)
 def test_every_class(getkey, array):
-    w, x = ARRAYS[array](weights(getkey(), (4, 48, 64))), jr.normal(getkey(), (2, 64))
+    w, x = ARRAYS[array](weights(getkey(), (4, 48, 64))), weights(getkey(), (2, 64))
     program = lambda w, x: jnp.einsum("bi,loi->lbo", x, lax.cond(x[0, 0] > 0, same, lambda w: w + 1, w))
     if not isinstance(w, eqq.arrays.ActivationQuantizedArray):
         check(program, w, x)
@@ -140,7 +139,7 @@ def test_every_class(getkey, array):
 
 
 def test_factors_of_two_ranks(square, getkey):
-    factors = lambda rank: (jr.normal(getkey(), (rank, 64)), jr.normal(getkey(), (64, rank)))
+    factors = lambda rank: (weights(getkey(), (rank, 64)), weights(getkey(), (64, rank)))
     w, v = (eqq.arrays.LoraArray(eqq.quantize(square[0], "nf4"), *factors(n), alpha=1.0, in_ndim=1) for n in (2, 4))
     program = lambda w, v, x: x @ lax.cond(x[0, 0] > 0, lambda w, v: w, lambda w, v: v, w, v)
     expected = program(w.dequantize(), v.dequantize(), square[1])
@@ -148,7 +147,7 @@ def test_factors_of_two_ranks(square, getkey):
 
 
 def test_a_stack_of_products_with_a_factor(getkey):
-    w, x = eqq.quantize(weights(getkey(), (4, 48, 64)), "nf4"), jr.normal(getkey(), (2, 64))
+    w, x = eqq.quantize(weights(getkey(), (4, 48, 64)), "nf4"), weights(getkey(), (2, 64))
     program = lambda w, x: lax.scan(lambda n, w: (n, x @ w.T), 0, w * 2)[1]
     with eqq.no_dense():
         y = eqq.quaxify(program)(w, x)

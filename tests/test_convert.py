@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 import eqquant as eqq
 from eqquant_cli.main import main
 
+from .helpers import weights
 from .test_hostile_files import act_order, golden_gguf, gptq
 
 
@@ -20,13 +21,13 @@ from .test_hostile_files import act_order, golden_gguf, gptq
 def source(tmp_path):
     folder = tmp_path / "source"
     folder.mkdir()
-    weights = {
-        "embed.weight": jr.normal(jr.key(0), (32, 64)),
-        "layers.0.proj.weight": jr.normal(jr.key(1), (64, 128)),
-        "layers.1.proj.weight": jr.normal(jr.key(2), (64, 128)),
+    tensors = {
+        "embed.weight": weights(jr.key(0), (32, 64)),
+        "layers.0.proj.weight": weights(jr.key(1), (64, 128)),
+        "layers.1.proj.weight": weights(jr.key(2), (64, 128)),
         "norm.weight": jnp.ones(64),
     }
-    save_file({name: np.asarray(w) for name, w in weights.items()}, folder / "model.safetensors")
+    save_file({name: np.asarray(w) for name, w in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "mine", "quantization_config": {"old": 1}}))
     for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt"):
         (folder / name).write_text(name)
@@ -365,13 +366,13 @@ def test_act_order_is_refused_by_other_layouts(tmp_path):
 
 
 def test_three_bits_of_gptq(tmp_path):
-    q = eqq.quantize(jr.normal(jr.key(0), (64, 128)), eqq.Int3(32))
+    q = eqq.quantize(weights(jr.key(0), (64, 128)), eqq.Int3(32))
     eqq.io.write(tmp_path / "out", {"l.weight": q}, "gptq")
     np.testing.assert_array_equal(eqq.io.open(tmp_path / "out")["l.weight"].dequantize(), q.dequantize())
 
 
 def test_nvfp4_of_compressed_tensors(tmp_path):
-    w = jr.normal(jr.key(0), (8, 64))
+    w = weights(jr.key(0), (8, 64))
     q = eqq.quantize(w, "nvfp4")
     eqq.io.write(tmp_path / "out", {"l.weight": q.astype(jnp.bfloat16)}, "compressed-tensors")
     again = eqq.io.open(tmp_path / "out")["l.weight"]

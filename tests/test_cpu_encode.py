@@ -64,7 +64,7 @@ def calls(f, *args):
 
 def hostile(key, shape, dtype=jnp.float32):
     """Rows of zeros of both signs, ties, equal values, values that underflow or overflow, NaN and infinity."""
-    w = np.array(jax.random.normal(key, shape), np.float32)
+    w = np.array(weights(key, shape), np.float32)
     w[0], w[1] = w[0] * 1e-38, np.clip(w[1], -3, 3) * 1e38
     w[2], w[3], w[3, ::2] = 0, 0.0, -0.0
     w[4], w[5] = np.round(w[4] * 4) / 2, -1.5

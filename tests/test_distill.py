@@ -11,15 +11,15 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_same
+from .helpers import assert_same, weights
 
 
 @pytest.fixture(scope="module")
 def setting():
     layers = [eqx.nn.Linear(16, 32, key=jr.key(0)), eqx.nn.Lambda(jnp.tanh), eqx.nn.LayerNorm(32)]
     model = eqx.nn.Sequential([*layers, eqx.nn.Linear(32, 8, key=jr.key(1))])
-    x = list(jr.normal(jr.key(2), (10, 32, 16)))
-    return model, x, jr.normal(jr.key(3), (256, 16))
+    x = list(weights(jr.key(2), (10, 32, 16)))
+    return model, x, weights(jr.key(3), (256, 16))
 
 
 def error(q, model, x):
@@ -96,7 +96,7 @@ def test_blocks(capsys):
     """Blocks train in turn, on the outputs of the trained blocks before. Other leaves do not change."""
     linear = lambda n: eqx.nn.Linear(16, 16, key=jr.key(n))
     model = eqx.nn.Sequential([linear(0), ResidualLayer(linear(1)), ResidualLayer(linear(2)), linear(3)])
-    x, held_out = list(jr.normal(jr.key(4), (10, 32, 16))), jr.normal(jr.key(5), (256, 16))
+    x, held_out = list(weights(jr.key(4), (10, 32, 16))), weights(jr.key(5), (256, 16))
     q = eqq.quantize_tree(model, eqq.Int2(16))
     blocks = [(lambda m, n=n: m[n], run_layer) for n in range(3)]
     kept = []

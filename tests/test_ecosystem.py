@@ -6,11 +6,12 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 import pytest
 
 import eqquant as eqq
+
+from .helpers import weights
 
 
 PAGE = (Path(__file__).parents[1] / "docs" / "ecosystem.md").read_text()
@@ -76,7 +77,7 @@ def check(names, title):
 
 
 def test_plain_gradients_say_what_to_use(getkey):
-    q = eqq.quantize(jr.normal(getkey(), (8, 64)))
+    q = eqq.quantize(weights(getkey(), (8, 64)))
     f = lambda q: jnp.sum(q @ jnp.ones(64))
     with pytest.raises(TypeError, match="uint8"):
         jax.grad(f)(q)
@@ -96,7 +97,7 @@ jax.tree_util.register_pytree_node(NeedsTrace, lambda x: ((x.value,), None), lam
 
 
 def test_quaxify_makes_nodes_where_there_is_a_trace(getkey):
-    q, x = eqq.quantize(jr.normal(getkey(), (64, 64))), jr.normal(getkey(), (3, 64))
+    q, x = eqq.quantize(weights(getkey(), (64, 64))), weights(getkey(), (3, 64))
     f = eqq.quaxify(lambda node, x: NeedsTrace((node.value.T, jnp.matmul(x, node.value.T))))
     out = f(NeedsTrace(q), x)
     assert isinstance(out, NeedsTrace) and eqq.is_quantized(out.value[0])
@@ -112,7 +113,7 @@ def test_quaxify_as_a_method(getkey):
         def __call__(self, x):
             return jnp.einsum("oi,bi->bo", self.weight, x)
 
-    q, x = eqq.quantize(jr.normal(getkey(), (8, 64))), jr.normal(getkey(), (3, 64))
+    q, x = eqq.quantize(weights(getkey(), (8, 64))), weights(getkey(), (3, 64))
     np.testing.assert_array_equal(np.asarray(Layer(q)(x)), np.asarray(x @ q.T))
 
 
@@ -149,7 +150,7 @@ def test_error_of_haliax_without_quaxify(getkey):
     """As haliax takes the first layer of a stack, whose structure it then expects of each layer."""
     names = {"__name__": "haliax._src.scan", "jnp": jnp}
     exec("def _select_0th(axis):\n    def select_0th(x): return jnp.take(x, 0, axis)\n    return select_0th", names)
-    stack = eqq.quantize(jr.normal(getkey(), (3, 8, 64)))
+    stack = eqq.quantize(weights(getkey(), (3, 8, 64)))
     with pytest.raises(TypeError, match=r"haliax take quantized layers under `quaxify` alone.*\(3, 8, 64\)"):
         names["_select_0th"](0)(stack)
     assert eqq.quaxify(names["_select_0th"](0))(stack).shape == (8, 64)

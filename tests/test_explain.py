@@ -11,7 +11,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import FORMATS
+from .helpers import FORMATS, weights
 
 
 class Net(eqx.Module):
@@ -30,7 +30,7 @@ class Net(eqx.Module):
 
 
 def net():
-    normal = lambda *shape: jr.normal(jr.key(0), shape)
+    normal = lambda *shape: weights(jr.key(0), shape)
     mlp = eqx.nn.MLP(64, 64, 64, 1, key=jr.key(1))
     return Net(
         eqx.nn.Embedding(99, 64, key=jr.key(2)), normal(8, 64), mlp, normal(64, 64), normal(64, 64), normal(8, 64)
@@ -85,7 +85,7 @@ def test_quaxify_keeps_products_packed():
 
 
 def test_uses_inside_loops_and_branches():
-    stack = eqq.quantize(jr.normal(jr.key(0), (3, 64, 64)), "int8")
+    stack = eqq.quantize(weights(jr.key(0), (3, 64, 64)), "int8")
     loop = lambda w, x: jax.lax.scan(lambda x, w: (w @ x, None), x, w)[0]
     assert eqq.explain(loop, stack, jnp.ones(64)).weights[0].roles == ("packed",)
     branch = lambda w, x: jax.lax.cond(x[0] > 0, lambda: w[0] @ x, lambda: w[1] @ x)
@@ -97,7 +97,7 @@ def test_uses_inside_loops_and_branches():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format(format):
-    w = eqq.quantize(jr.normal(jr.key(0), (8, 512)), FORMATS[format].format)
+    w = eqq.quantize(weights(jr.key(0), (8, 512)), FORMATS[format].format)
     rows = eqq.explain(lambda w, x: w @ x, w, jnp.ones(512)).weights[0]
     assert rows.roles == ("packed",) and not rows.remedy
     dense = eqq.explain(lambda w, x: jnp.einsum("oi,i->o", w, x), w, jnp.ones(512)).weights[0]
@@ -131,7 +131,7 @@ def test_rules_follow_from_the_call():
             return jnp.tanh(self.out_first @ x + self.table[0]) @ self.in_first + self.table.sum()
 
     keys = jr.split(jr.key(0), 3)
-    model = Both(*(jr.normal(k, shape) for k, shape in zip(keys, ((48, 32), (48, 16), (4, 48)), strict=True)))
+    model = Both(*(weights(k, shape) for k, shape in zip(keys, ((48, 32), (48, 16), (4, 48)), strict=True)))
     rules = eqq.explain(model, jnp.ones(32)).rules("int8")
     assert rules == {
         "out_first": eqq.QuantConfig("int8", axis=-1),
@@ -154,9 +154,7 @@ def test_errors():
 def test_remedies_of_convolutions(getkey):
     """`quaxify` packs those of one position; of others it packs those of codes alone."""
     kernels = {"one": (8, 8, 1, 1), "several": (8, 8, 3, 3), "groups": (8, 2, 1, 1)}
-    model = {
-        name: eqq.quantize(jr.normal(getkey(), shape), "int8", axis=(-3, -2, -1)) for name, shape in kernels.items()
-    }
+    model = {name: eqq.quantize(weights(getkey(), shape), "int8", axis=(-3, -2, -1)) for name, shape in kernels.items()}
 
     def call(model, x):
         convolve = lambda w, groups=1: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=groups)

@@ -14,9 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 import eqquant as eqq
 from eqquant.calibrate import collect_stats
 
+from .helpers import weights
+
 
 def normal(*shape, seed=0):
-    return jr.normal(jr.key(seed), shape)
+    return weights(jr.key(seed), shape)
 
 
 def gram(rows):

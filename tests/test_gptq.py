@@ -12,7 +12,7 @@ import pytest
 import eqquant as eqq
 from eqquant.calibrate import collect_stats
 
-from .helpers import assert_same, FORMATS, SWEPT_SCALARS
+from .helpers import assert_same, FORMATS, SWEPT_SCALARS, weights
 
 
 GOLDEN = Path(__file__).parent / "golden" / "gptq_query_layer0.npz"
@@ -21,8 +21,8 @@ GOLDEN = Path(__file__).parent / "golden" / "gptq_query_layer0.npz"
 def inputs(features=96, rows=400, seed=0):
     """Inputs of very different sizes that depend on each other."""
     a, b = jr.split(jr.key(seed))
-    mixing = jnp.eye(features) + 0.3 * jr.normal(b, (features, features))
-    return jr.normal(a, (rows, features)) * jnp.geomspace(0.1, 3, features)[None] @ mixing
+    mixing = jnp.eye(features) + 0.3 * weights(b, (features, features))
+    return weights(a, (rows, features)) * jnp.geomspace(0.1, 3, features)[None] @ mixing
 
 
 def compute_gram(x):
@@ -57,7 +57,7 @@ def test_codes_equal_two_libraries(name, format):
 @pytest.mark.parametrize("name", SWEPT_SCALARS)
 def test_every_format(name):
     format, x = FORMATS[name].format, inputs()
-    w = jr.normal(jr.key(1), (16, 96)) * 0.1
+    w = weights(jr.key(1), (16, 96)) * 0.1
     q = eqq.quantize(w, format, method=eqq.GPTQ(gram=compute_gram(x)))
     plain = eqq.quantize(w, format)
     assert jax.tree.structure(q) == jax.tree.structure(plain)
@@ -68,7 +68,7 @@ def test_every_format(name):
 
 def test_codes_computed_by_hand():
     """Against the same steps in float64, one column at a time, with an explicit inverse."""
-    x, w = np.asarray(inputs(150), np.float64), np.asarray(jr.normal(jr.key(1), (5, 150)), np.float64)
+    x, w = np.asarray(inputs(150), np.float64), np.asarray(weights(jr.key(1), (5, 150)), np.float64)
     gram = x.T @ x / len(x)
     # A hundred and fifty columns are more than are corrected at once.
     q = eqq.quantize(jnp.asarray(w, jnp.float32), eqq.Int4(8), method=eqq.GPTQ(gram=gram, damping=0.02))
@@ -92,14 +92,14 @@ def test_order_and_scales_lower_the_error():
 
 
 def test_any_multiple_of_the_gram_matrix():
-    x, w = inputs(), jr.normal(jr.key(1), (8, 96))
+    x, w = inputs(), weights(jr.key(1), (8, 96))
     q, *others = (eqq.quantize(w, "nf4", method=eqq.GPTQ(gram=compute_gram(x) * 2.0**n)) for n in (0, 60, -60))
     for other in others:
         assert_same(other, q)
 
 
 def test_columns_without_inputs():
-    x, w = inputs().at[:, 5:9].set(0), jr.normal(jr.key(1), (8, 96))
+    x, w = inputs().at[:, 5:9].set(0), weights(jr.key(1), (8, 96))
     q, plain = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=compute_gram(x))), eqq.quantize(w, "int4")
     np.testing.assert_array_equal(eqq.unpack(q)[:, 5:9], eqq.unpack(plain)[:, 5:9])
     assert loss(q, w, compute_gram(x)) < 0.8 * loss(plain, w, compute_gram(x))
@@ -109,14 +109,14 @@ def test_columns_without_inputs():
 
 @pytest.mark.parametrize("damping", [0, 0.01])
 def test_fewer_observed_inputs_than_columns(damping):
-    x, w = inputs(rows=20), jr.normal(jr.key(1), (8, 96))
+    x, w = inputs(rows=20), weights(jr.key(1), (8, 96))
     q = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=compute_gram(x), damping=damping))
     assert loss(q, w, compute_gram(x)) < 0.5 * loss(eqq.quantize(w, "int4"), w, compute_gram(x))
 
 
 @pytest.mark.long
 def test_stacks_and_other_axes():
-    x, w = jnp.stack([inputs(seed=n) for n in range(3)]), jr.normal(jr.key(1), (3, 8, 96))
+    x, w = jnp.stack([inputs(seed=n) for n in range(3)]), weights(jr.key(1), (3, 8, 96))
     grams = jax.vmap(compute_gram)(x)
     of = lambda w, gram, **kwargs: eqq.quantize(w, eqq.Int4(32), method=eqq.GPTQ(gram=gram), **kwargs)
     stacked = of(w, grams)
@@ -129,7 +129,7 @@ def test_stacks_and_other_axes():
 
 
 def test_under_jit_a_gram_matrix_that_is_not_finite_spoils_the_array():
-    w, gram = jr.normal(jr.key(1), (8, 64)), compute_gram(inputs(64))
+    w, gram = weights(jr.key(1), (8, 64)), compute_gram(inputs(64))
     of = jax.jit(lambda w, gram: eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram)).dequantize())
     np.testing.assert_array_equal(of(w, gram), eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram)).dequantize())
     assert jnp.isnan(of(w, gram.at[3, 4].set(jnp.nan))).all()

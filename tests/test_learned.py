@@ -10,7 +10,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_same, FORMATS, SWEPT_SCALARS
+from .helpers import assert_same, FORMATS, SWEPT_SCALARS, weights
 from .test_gptq import compute_gram, inputs
 
 
@@ -29,7 +29,7 @@ def quantize_learned(w, format, gram, **kwargs):
 @pytest.mark.parametrize("name", SWEPT_SCALARS)
 def test_never_worse_than_its_start(name):
     format, gram = FORMATS[name].format, compute_gram(inputs())
-    w = jr.normal(jr.key(1), (16, 96)) * 0.1
+    w = weights(jr.key(1), (16, 96)) * 0.1
     start = eqq.quantize(w, format, method=eqq.GPTQ(gram=gram))
     q = quantize_learned(w, format, gram, method=eqq.GPTQ(), rounds=2)
     assert jax.tree.structure(q) == jax.tree.structure(start)
@@ -41,7 +41,7 @@ def test_never_worse_than_its_start(name):
 
 @pytest.mark.parametrize("format", [eqq.Int2(32), eqq.Int3(48, scale_dtype="float16"), eqq.NF4(32)], ids=repr)
 def test_no_other_code_is_better(format):
-    w, gram = jr.normal(jr.key(1), (4, 96)), compute_gram(inputs())
+    w, gram = weights(jr.key(1), (4, 96)), compute_gram(inputs())
     q = quantize_learned(w, format, gram, rounds=20)
     least = losses(q, w, gram)
     levels = np.sort(np.unique(np.asarray(format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)))))
@@ -55,7 +55,7 @@ def test_no_other_code_is_better(format):
 
 @pytest.mark.long
 def test_every_initial_method():
-    w, gram = jr.normal(jr.key(1), (8, 96)), compute_gram(inputs())
+    w, gram = weights(jr.key(1), (8, 96)), compute_gram(inputs())
     for method in (eqq.AbsMax(), eqq.MSE(), eqq.GPTQ(order=None)):
         own = {"inputs": gram} if isinstance(method, eqq.GPTQ) else {}
         start = eqq.quantize(w, eqq.Int3(32), method=dataclasses.replace(method, **own))
@@ -67,7 +67,7 @@ def test_every_initial_method():
 
 @pytest.mark.long
 def test_stacks_other_axes_and_columns_without_inputs():
-    x, w = jnp.stack([inputs(seed=n) for n in range(2)]).at[:, :, 3:9].set(0), jr.normal(jr.key(1), (2, 8, 96))
+    x, w = jnp.stack([inputs(seed=n) for n in range(2)]).at[:, :, 3:9].set(0), weights(jr.key(1), (2, 8, 96))
     grams = jax.vmap(compute_gram)(x)
     of = lambda w, gram, **kwargs: eqq.quantize(w, "int4", method=eqq.LearnedRounding(gram=gram), **kwargs)
     stacked = of(w, grams)
@@ -77,7 +77,7 @@ def test_stacks_other_axes_and_columns_without_inputs():
 
 
 def test_nan_in_one_row_leaves_other_rows_finite():
-    w, gram = jr.normal(jr.key(1), (4, 96)), compute_gram(inputs())
+    w, gram = weights(jr.key(1), (4, 96)), compute_gram(inputs())
     of = jax.jit(lambda w: quantize_learned(w, "int4", gram).dequantize())
     found = of(w.at[1, 5].set(jnp.nan))
     assert jnp.isnan(found[1, 5])
@@ -100,7 +100,7 @@ def test_errors():
 
 
 def test_statistics_of_a_tree_reach_the_method_it_starts_from():
-    model = {"a": jr.normal(jr.key(1), (8, 96)), "b": jr.normal(jr.key(2), (8, 96))}
+    model = {"a": weights(jr.key(1), (8, 96)), "b": weights(jr.key(2), (8, 96))}
     grams = {name: compute_gram(inputs(seed=n)) for n, name in enumerate("ab")}
     starts = eqq.quantize_tree(model, "int3", method=eqq.LearnedRounding(grams, method=eqq.GPTQ(grams)))
     for name, w in model.items():

@@ -19,6 +19,8 @@ import eqquant as eqq
 from eqquant._wrappers.concatenate import concatenate, split
 from eqquant.io import names as ready, Target
 
+from .helpers import weights
+
 
 D, HEADS, KV, FF, VOCAB, N = 64, 4, 2, 128, 32, 3
 
@@ -107,7 +109,7 @@ def test_quantized_weights_stay_packed_and_stack_for_scan():
 
 
 def test_dequantize_casts_and_numpy():
-    q = eqq.quantize(jr.normal(jr.key(0), (8, 64), jnp.bfloat16), "int8")
+    q = eqq.quantize(weights(jr.key(0), (8, 64), jnp.bfloat16), "int8")
     model = {"w": zeros(8, 64), "n": np.zeros(3, np.int64), "f": 2.5}
     arrays = {"a": q, "b": np.array([1, 2, 3])}
     names = {"a": "w", "b": "n"}
@@ -123,7 +125,7 @@ def test_dequantize_casts_and_numpy():
 @pytest.mark.parametrize("format", ["nf4", "int4", "int8", eqq.NF4(double_quant=True), eqq.Int8("tensor"), "nvfp4"])
 def test_concatenated_and_split_rows(format):
     key = jr.key(0)
-    parts = [eqq.quantize(jr.normal(jr.fold_in(key, n), (rows, 128)), format) for n, rows in enumerate((8, 4, 4))]
+    parts = [eqq.quantize(weights(jr.fold_in(key, n), (rows, 128)), format) for n, rows in enumerate((8, 4, 4))]
     arrays = {f"l.{n}.{x}.weight": q for n in range(2) for x, q in zip("qkv", parts, strict=True)}
     fused = {tuple(f"l.{{n}}.{x}.weight" for x in "qkv"): "layers.{n}.qkv.weight"}
     model = {"layers": [{"qkv": {"weight": zeros(16, 128)}} for _ in range(2)]}
@@ -131,7 +133,7 @@ def test_concatenated_and_split_rows(format):
     whole = np.concatenate([np.asarray(q) for q in parts])
     assert eqq.is_quantized(loaded)
     np.testing.assert_array_equal(np.asarray(loaded), whole)
-    x = jr.normal(key, (3, 128))
+    x = weights(key, (3, 128))
     np.testing.assert_allclose(loaded @ x.T, whole @ x.T, rtol=1e-5, atol=1e-4)
     # And back.
     model = {x: {"weight": zeros(rows, 128)} for x, rows in zip("qkv", (8, 4, 4), strict=True)}
@@ -145,7 +147,7 @@ def test_concatenated_and_split_rows(format):
 )
 def test_concatenated_and_split_along_the_quantized_axis(format):
     unit = 64 * 256 if format.scale_format is not None else 512  # whole blocks of scales
-    q = eqq.quantize(jr.normal(jr.key(0), (3, 2 * unit + 96)), format)
+    q = eqq.quantize(weights(jr.key(0), (3, 2 * unit + 96)), format)
     first, second = split(q, [unit, unit + 96], -1)
     np.testing.assert_array_equal(np.asarray(first), np.asarray(q)[:, :unit])
     np.testing.assert_array_equal(np.asarray(second), np.asarray(q)[:, unit:])
@@ -157,7 +159,7 @@ def test_concatenated_and_split_along_the_quantized_axis(format):
 
 
 def test_transposing_relabels():
-    q = eqq.quantize(jr.normal(jr.key(0), (64, 24)), "nf4", axis=0)
+    q = eqq.quantize(weights(jr.key(0), (64, 24)), "nf4", axis=0)
     model = {"layer": {"weight": zeros(24, 64), "bias": zeros(24)}, "conv": zeros(5, 1, 1)}
     arrays = {"c.weight": q, "c.bias": jnp.arange(24.0), "conv": jnp.arange(5.0)}
     loaded = eqq.io.load_into(model, arrays, {"c.{p}": Target("layer.{p}", transpose=True), "conv": "conv"})
@@ -351,7 +353,7 @@ def test_kept_leaves_are_not_loaded():
 
 def test_shardings():
     mesh = jax.make_mesh((len(jax.devices()),), ("d",))
-    q = eqq.quantize(jr.normal(jr.key(0), (8 * len(jax.devices()), 64)), "nf4")
+    q = eqq.quantize(weights(jr.key(0), (8 * len(jax.devices()), 64)), "nf4")
     rules = {"*": NamedSharding(mesh, P("d"))}
     loaded = eqq.io.load_into({"w": zeros(*q.shape)}, {"a": q}, {"a": "w"}, shardings=rules)
     assert loaded["w"].sharding == NamedSharding(mesh, P("d", None))

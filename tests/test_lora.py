@@ -27,7 +27,7 @@ def loss(model, x):
 def with_factors(w, getkey, rank=3, **kwargs):
     """A LoRA array whose factors are not zero."""
     x = eqq.loraify({"w": w}, rank, key=getkey(), where=lambda tree: tree["w"], **kwargs)["w"]
-    return eqx.tree_at(lambda x: x.b, x, jr.normal(getkey(), x.b.shape))
+    return eqx.tree_at(lambda x: x.b, x, weights(getkey(), x.b.shape))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -310,9 +310,9 @@ def test_merge_into_float(getkey):
 def train_shortly(getkey):
     """A linear layer after a few small steps, with inputs that vary in few directions, and the dense merge."""
     layer = eqq.quantize_tree(eqx.nn.Linear(64, 64, key=getkey()), "nf4")
-    x = jr.normal(getkey(), (200, 6)) @ jr.normal(getkey(), (6, 64))
+    x = weights(getkey(), (200, 6)) @ weights(getkey(), (6, 64))
     adapted = eqq.loraify(layer, 4, key=getkey())
-    adapted = eqx.tree_at(lambda m: m.weight.b, adapted, 0.003 * jr.normal(getkey(), (64, 4)))
+    adapted = eqx.tree_at(lambda m: m.weight.b, adapted, 0.003 * weights(getkey(), (64, 4)))
     return layer, adapted, x
 
 
@@ -426,7 +426,7 @@ def test_the_usual_loop_trains_only_factors(library, getkey):
     linear = lambda: eqx.nn.Linear(64, 64, key=getkey())
     model = eqx.nn.Sequential([linear(), eqx.nn.LayerNorm(64), linear()])
     model = eqq.loraify(eqq.quantize_tree(model, "nf4"), 4, key=getkey())
-    x, y = jr.normal(getkey(), (16, 64)), jr.normal(getkey(), (16, 64))
+    x, y = weights(getkey(), (16, 64)), weights(getkey(), (16, 64))
     loss = lambda m: jnp.mean(jnp.square(jax.vmap(m)(x) - y))
     optim = eqq.train_only(optax.adam(1e-2), eqq.trainable_mask(model))
     grad, apply = {

@@ -16,6 +16,8 @@ from eqquant._wrappers.permuted import PermutedArray
 from eqquant._wrappers.rotated import RotatedArray
 from eqquant._wrappers.scaled import ScaledArray
 
+from .helpers import weights
+
 
 OUT, IN = 24, 96
 
@@ -40,7 +42,7 @@ def kind(request):
 
 @pytest.fixture
 def w():
-    return jr.normal(jr.key(0), (OUT, IN))
+    return weights(jr.key(0), (OUT, IN))
 
 
 def close(a, b, tolerance=2e-5):
@@ -54,7 +56,7 @@ def close(a, b, tolerance=2e-5):
 def test_rotations_are_orthogonal(size):
     r = np.asarray(rotate(jnp.eye(size), -1, seed=5), np.float64)
     np.testing.assert_allclose(r @ r.T, np.eye(size), rtol=0, atol=1e-6)
-    x = jr.normal(jr.key(0), (2, size, 3))
+    x = weights(jr.key(0), (2, size, 3))
     close(rotate(rotate(x, -2, 5), -2, 5, back=True), x, 1e-6)
     close(rotate(x, -2, 5), np.einsum("ji,bjk->bik", r, x), 1e-6)
 
@@ -82,7 +84,7 @@ SIGNS_OF_SEED_1 = [-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1, 1, -1, 1, 1, 1
 
 
 def test_half_precision_is_rounded_once():
-    x = jr.normal(jr.key(0), (5, IN)).astype(jnp.bfloat16)
+    x = weights(jr.key(0), (5, IN)).astype(jnp.bfloat16)
     wanted = rotate(x.astype(jnp.float32), -1, 0).astype(jnp.bfloat16)
     assert rotate(x, -1, 0).dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(rotate(x, -1, 0), np.float32), np.asarray(wanted, np.float32))
@@ -108,18 +110,18 @@ def test_dequantizes_to_the_dense_array(kind, w):
 
 @pytest.mark.parametrize("shape", [(IN,), (IN, 3), (2, IN, 3)], ids=str)
 def test_products(kind, w, shape):
-    m, x = kind(w), jr.normal(jr.key(1), shape)
+    m, x = kind(w), weights(jr.key(1), shape)
     y = jnp.swapaxes(x, -1, -2) if x.ndim > 1 else x
     close(m @ x, w @ x)
     close(y @ m.T, y @ w.T)
-    x = jr.normal(jr.key(2), tuple(OUT if n == IN else n for n in shape))
+    x = weights(jr.key(2), tuple(OUT if n == IN else n for n in shape))
     y = jnp.swapaxes(x, -1, -2) if x.ndim > 1 else x
     close(m.T @ x, w.T @ x)
     close(y @ m, y @ w)
 
 
 def test_transformations(kind, w):
-    m, xs = kind(w), jr.normal(jr.key(1), (5, IN))
+    m, xs = kind(w), weights(jr.key(1), (5, IN))
     f = lambda m, x: jnp.sum(jnp.sin(m @ x))
     close(jax.jit(jax.vmap(lambda x: m @ x))(xs), xs @ w.T)
     close(jax.grad(f, 1)(m, xs[0]), jax.grad(f, 1)(w, xs[0]))
@@ -129,7 +131,7 @@ def test_transformations(kind, w):
 
 
 def test_gradients_are_transformed_dense_gradients(kind, w):
-    m, x = kind(w), jr.normal(jr.key(1), (IN,))
+    m, x = kind(w), weights(jr.key(1), (IN,))
     f = lambda m: jnp.sum(jnp.sin(m @ x))
     grads = eqx.filter_grad(f)(m)
     wanted = m.map_inputs(jax.grad(f)(w), -1)
@@ -141,8 +143,8 @@ def test_gradients_are_transformed_dense_gradients(kind, w):
 
 
 def test_stacks(kind):
-    ws = jr.normal(jr.key(0), (3, OUT, IN))
-    x = jr.normal(jr.key(1), (IN,))
+    ws = weights(jr.key(0), (3, OUT, IN))
+    x = weights(jr.key(1), (IN,))
     stack = jax.tree_util.tree_map(lambda *leaves: jnp.stack(leaves), *[kind(w) for w in ws])
     close(stack.dequantize(), ws)
     close(stack.mT.dequantize(), ws.mT)
@@ -154,7 +156,7 @@ def test_stacks(kind):
 
 def test_nested_input_transforms(w):
     m = RotatedArray(RotatedArray.of(rotate(w, -1, 1), 2), 1)
-    x = jr.normal(jr.key(1), (IN,))
+    x = weights(jr.key(1), (IN,))
     close(m @ x, w @ x)
     close(m.dequantize(), w)
 
@@ -169,7 +171,7 @@ def model():
 
 @pytest.fixture
 def xs():
-    return jr.normal(jr.key(1), (32, IN))
+    return weights(jr.key(1), (32, IN))
 
 
 def run(model, xs):
@@ -211,7 +213,7 @@ def test_quantizing_uses_the_stored_array(model, xs):
 
 
 def test_rotations_spread_outliers():
-    w = jr.normal(jr.key(0), (64, 256)).at[:, 7].mul(50)
+    w = weights(jr.key(0), (64, 256)).at[:, 7].mul(50)
     eqq_error = lambda m: float(
         jnp.linalg.norm(eqq.dequantize_tree(eqq.quantize_tree({"w": m}, eqq.Int4(None)))["w"] - w)
     )
@@ -266,13 +268,13 @@ def test_files(model, tmp_path):
 
 
 def test_arrays_in_two_places_stay_shared(xs):
-    w = jr.normal(jr.key(0), (8, IN))
+    w = weights(jr.key(0), (8, IN))
     rotated = eqq.transforms.rotate({"a": w, "b": w})
     assert rotated["a"] is rotated["b"]
 
 
 def test_transformed_weights_on_the_right(xs):
-    w = jr.normal(jr.key(0), (IN, 8))
+    w = weights(jr.key(0), (IN, 8))
     rotated = eqq.transforms.rotate({"w": w}, axis=-2)
     close(xs @ rotated["w"], xs @ w)
     q = eqq.quantize_tree(rotated, "int8")

@@ -102,7 +102,7 @@ def test_steps_equal_the_optimizer_on_floats(getkey):
     optim = eqq.float_masters(inner, masters=float_model)
     state, bare, bare_state = optim.init(model), arrays(float_model), inner.init(arrays(float_model))
     for key in jr.split(grads_key, 5):
-        grads = jtu.tree_map(lambda p: jr.normal(key, p.shape), bare)
+        grads = jtu.tree_map(lambda p: weights(key, p.shape), bare)
         updates, state = jax.jit(optim.update)(grads, state, arrays(model))
         model = eqq.apply_updates(model, updates)
         bare_updates, bare_state = jax.jit(inner.update)(grads, bare_state, bare)

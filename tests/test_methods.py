@@ -16,7 +16,7 @@ from jaxtyping import TypeCheckError
 import eqquant as eqq
 from eqquant._formats.base import AbstractVectorFormat
 
-from .helpers import assert_same, FORMATS as CONTRACT, mark_slow, SWEPT_FORMATS
+from .helpers import assert_same, FORMATS as CONTRACT, mark_slow, SWEPT_FORMATS, weights
 
 
 FORMATS = {
@@ -96,10 +96,10 @@ def test_never_worse_by_its_own_measure(rule, name):
         heavy((64, 64)),
         jr.uniform(jr.key(1), (64, 64), minval=-1.0),
         jnp.abs(heavy((64, 64))),
-        jr.normal(jr.key(2), (64, 64)).at[:, 3].set(100.0),
+        weights(jr.key(2), (64, 64)).at[:, 3].set(100.0),
         jnp.zeros((64, 64)),
-        jr.normal(jr.key(3), (64, 64)) * 1e-30,
-        jr.normal(jr.key(4), (64, 64)) * 1e30,
+        weights(jr.key(3), (64, 64)) * 1e-30,
+        weights(jr.key(4), (64, 64)) * 1e30,
         jnp.full((64, 64), 0.3),
     ]
     w = jnp.concatenate(parts, axis=-1)
@@ -133,7 +133,7 @@ def test_mse_has_the_least_error(name):
 
 
 def test_hqq_cares_less_for_outliers():
-    w = jr.normal(jr.key(0), (64, 512)).at[:, 5::64].set(12.0)
+    w = weights(jr.key(0), (64, 512)).at[:, 5::64].set(12.0)
     body = lambda method: np.delete(errors(w, eqq.Int4(), method), np.s_[5::64], axis=-1)
     robust, squared, plain = (np.mean(np.abs(body(method))) for method in (eqq.HQQ(), eqq.MSE(), None))
     assert robust < squared < plain
@@ -357,7 +357,7 @@ def test_tied_masters_with_two_methods():
 
 
 def test_randomness_does_not_depend_on_chunks():
-    rows = jr.normal(jr.key(0), (37, 130))
+    rows = weights(jr.key(0), (37, 130))
     whole, parts = (eqq.AbsMax().quantize_rows(rows, eqq.Int4(), key=jr.key(1), chunk=n) for n in (None, 4))
     assert_same(whole.codes, parts.codes)
 
@@ -404,7 +404,7 @@ NOT_FINITE = [
 def test_nan_never_becomes_a_number(contract_row, columns, bad, jit):
     """Whatever shares the outermost scale of a NaN or an infinity is NaN; everything else is as without it."""
     format = contract_row.format
-    w = np.array(jr.normal(jr.key(0), (8, columns)), np.float32)
+    w = np.array(weights(jr.key(0), (8, columns)), np.float32)
     w[3, columns // 2 + 1] = bad
     spoil = lambda w: eqq.fake_quantize(w, format)
     dense = np.asarray((jax.jit(spoil) if jit else spoil)(jnp.asarray(w)))
@@ -436,7 +436,7 @@ def contract_row(request):
 
 
 def test_not_finite_in_training(rule):
-    w = jr.normal(jr.key(0), (8, 4096)).at[3, 5].set(jnp.nan)
+    w = weights(jr.key(0), (8, 4096)).at[3, 5].set(jnp.nan)
     for method in (None, METHODS[rule]):
         assert jnp.isnan(jax.jit(lambda w: eqq.fake_quantize(w, "int4", method=method))(w)[3, :64]).all()
     simulated = eqq.quantize_tree({"w": jnp.nan_to_num(w)}, "int8", simulate=True)
@@ -466,7 +466,7 @@ def test_the_largest_float32_stays_finite(contract_row):
 
 @pytest.mark.parametrize("shape", mark_slow(3, [((5, 3, 130),), ((37, 130),), ((7, 1),)]))
 def test_chunks_never_change_the_result(contract_row, shape):
-    rows, format = jr.normal(jr.key(0), shape), contract_row.format
+    rows, format = weights(jr.key(0), shape), contract_row.format
     whole = eqq.AbsMax().quantize_rows(rows, format)
     for chunk in (1, 4):
         parts = eqq.AbsMax().quantize_rows(rows, format, chunk=chunk)
@@ -480,7 +480,7 @@ def test_chunks_never_change_the_result(contract_row, shape):
 
 
 def test_chunks_of_a_search(rule):
-    rows = jr.normal(jr.key(0), (37, 130))
+    rows = weights(jr.key(0), (37, 130))
     whole, parts = (METHODS[rule].quantize_rows(rows, eqq.Int4(), chunk=chunk) for chunk in (None, 4))
     # Sums in another order may tip the balance between two scales that are as good.
     assert np.mean(np.asarray(whole.codes) == np.asarray(parts.codes)) > 0.99
@@ -495,7 +495,7 @@ def test_a_format_of_a_user_chooses_scales_of_chunks():
             sizes.append(blocks.size)
             return super().choose_scale(blocks)
 
-    rows = jr.normal(jr.key(0), (16, 64))
+    rows = weights(jr.key(0), (16, 64))
     eqq.AbsMax().choose_for_rows(rows, Counting(), chunk=2)
     assert max(sizes) == 2 * 64
 

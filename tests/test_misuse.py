@@ -119,7 +119,7 @@ def scan(stack, x, is_leaf_of_step):
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit])
 def test_a_stack_split_by_is_inexact_array(getkey, wrap):
     make = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))
-    stack, x = eqq.quantize_tree(make(jr.split(getkey(), 4)), "int8"), jr.normal(getkey(), (16,))
+    stack, x = eqq.quantize_tree(make(jr.split(getkey(), 4)), "int8"), weights(getkey(), (16,))
     run = lambda filter: wrap(lambda stack, x: jnp.sum(scan(stack, x, filter)))(stack, x)
     run(eqx.is_array)
     with (
@@ -132,7 +132,7 @@ def test_a_stack_split_by_is_inexact_array(getkey, wrap):
 
 def test_the_gradient_of_a_stack_split_by_is_inexact_array(getkey):
     make = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))
-    stack, x = eqq.quantize_tree(make(jr.split(getkey(), 4)), "int8"), jr.normal(getkey(), (16,))
+    stack, x = eqq.quantize_tree(make(jr.split(getkey(), 4)), "int8"), weights(getkey(), (16,))
     gradient = lambda filter: eqx.filter_jit(eqq.filter_grad(lambda stack: jnp.sum(scan(stack, x, filter))))(stack)
     assert gradient(eqx.is_array).weight.shape == (4, 16, 16)
     with pytest.raises(ValueError, match=r"`eqx.partition\(model, eqx.is_array\)`"):
@@ -140,7 +140,7 @@ def test_the_gradient_of_a_stack_split_by_is_inexact_array(getkey):
 
 
 def test_a_product_with_a_whole_stack_does_not_warn(getkey):
-    stack, x = eqq.quantize(weights(getkey(), (4, 8, 16)), "int8"), jr.normal(getkey(), (16,))
+    stack, x = eqq.quantize(weights(getkey(), (4, 8, 16)), "int8"), weights(getkey(), (16,))
     expected = stack @ x
     dot = lambda stack, x: stack @ x
     with warnings.catch_warnings():

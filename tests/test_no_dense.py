@@ -5,10 +5,11 @@ import threading
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import pytest
 
 import eqquant as eqq
+
+from .helpers import weights
 
 
 class Net(eqx.Module):
@@ -58,8 +59,8 @@ def test_names_several_leaves_of_one_shape(net):
 @pytest.mark.parametrize("format", ["int8", "nf4", eqq.NF4(double_quant=True), "q4_k", eqq.Int4(symmetric=False)])
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_products_and_lookups_are_allowed(getkey, format, implementation):
-    stack = eqq.quantize(jr.normal(getkey(), (3, 32, 256)), format)
-    w, x = eqq.quantize(jr.normal(getkey(), (32, 256)), format), jr.normal(getkey(), (4, 256))
+    stack = eqq.quantize(weights(getkey(), (3, 32, 256)), format)
+    w, x = eqq.quantize(weights(getkey(), (32, 256)), format), weights(getkey(), (4, 256))
     with eqq.no_dense():
         y = eqq.matmul(x, w.T, implementation=implementation)
         jax.jit(lambda w, x: eqq.matmul(x, w.T, implementation=implementation))(w, x)
@@ -73,7 +74,7 @@ def test_products_and_lookups_are_allowed(getkey, format, implementation):
 
 
 def test_whole_matrices_are_refused(getkey):
-    stack = eqq.quantize(jr.normal(getkey(), (3, 32, 64)), "nf4")
+    stack = eqq.quantize(weights(getkey(), (3, 32, 64)), "nf4")
     for decode in (
         lambda: stack[0],
         lambda: stack[:],

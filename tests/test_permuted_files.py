@@ -15,12 +15,13 @@ from eqquant._wrappers.permuted import PermutedArray
 from eqquant.io import _safetensors
 from eqquant.io._tensors import MappedFile, NewTensor
 
+from .helpers import weights
 from .test_hostile_files import act_order
 
 
 @pytest.fixture
 def weight():
-    q = eqq.quantize(jr.normal(jr.key(0), (8, 64)), eqq.Int4(32))
+    q = eqq.quantize(weights(jr.key(0), (8, 64)), eqq.Int4(32))
     return PermutedArray(q, jr.permutation(jr.key(1), 64).astype(jnp.uint32))
 
 

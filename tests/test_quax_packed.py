@@ -35,7 +35,7 @@ def permuted(w):
 
 
 def with_factors(w):
-    b, a = jr.normal(jr.key(7), (4, w.shape[1], 2)), jr.normal(jr.key(8), (4, 2, w.shape[2]))
+    b, a = weights(jr.key(7), (4, w.shape[1], 2)), weights(jr.key(8), (4, 2, w.shape[2]))
     return eqq.arrays.LoraArray(nf4(w), a, b, alpha=1.0, in_ndim=1)
 
 
@@ -156,7 +156,7 @@ DENSE |= {(array, "joined layers") for array in ("scaled", "permuted", "factors"
 
 @pytest.fixture
 def arguments(getkey):
-    x = jr.normal(getkey(), (1, 64))
+    x = weights(getkey(), (1, 64))
     return weights(getkey(), (4, 48, 64)), jnp.concatenate([x, -x])
 
 

@@ -206,7 +206,7 @@ def test_uniform_values_reach_the_theory(getkey):
 
 def test_each_bit_is_worth_six_decibels(getkey):
     formats = [reference.integer_format(bits) for bits in range(4, 9)]
-    report = analysis.compare_formats(jr.normal(getkey(), (1 << 16,)), formats)
+    report = analysis.compare_formats(weights(getkey(), (1 << 16,)), formats)
     gained = np.diff([row.error.sqnr_db for row in report.rows])
     assert (abs(gained - 6.02) < 1).all()
 

@@ -11,7 +11,7 @@ import eqquant as eqq
 from eqquant._numerics.hadamard import rotate as rotated
 from eqquant._wrappers.rotated import RotatedArray
 
-from .helpers import import_example
+from .helpers import import_example, weights
 
 
 SIZE, WIDE, HEAD, WORDS = 24, 32, 4, 11
@@ -40,7 +40,7 @@ class Layer(eqx.Module):
 
     def __init__(self, norm, key):
         keys = jr.split(key, 7)
-        gained = lambda key: eqx.tree_at(lambda m: m.weight, norm(SIZE), jnp.exp(jr.normal(key, (SIZE,))))
+        gained = lambda key: eqx.tree_at(lambda m: m.weight, norm(SIZE), jnp.exp(weights(key, (SIZE,))))
         self.attention_norm, self.mlp_norm = gained(keys[0]), gained(keys[1])
         self.query = eqx.nn.Linear(SIZE, 4 * HEAD, key=keys[2])
         self.value = eqx.nn.Linear(SIZE, 2 * HEAD, key=keys[3])
@@ -141,8 +141,8 @@ def test_stacks_and_unfolded_weights(model):
 
 def test_pairs_alone_and_transposed_weights():
     keys = jr.split(jr.key(0), 3)
-    model = {"up": {"w": jr.normal(keys[0], (5, 12)), "b": jnp.ones(12)}, "down": {"w": jr.normal(keys[1], (12, 3))}}
-    x = jr.normal(keys[2], (4, 5))
+    model = {"up": {"w": weights(keys[0], (5, 12)), "b": jnp.ones(12)}, "down": {"w": weights(keys[1], (12, 3))}}
+    x = weights(keys[2], (4, 5))
     apply = lambda m, x: (x @ m["up"]["w"] + m["up"]["b"][None]) @ m["down"]["w"]
     options = {"axis": -2, "online": False, "batches": [x], "apply": apply}
     found = eqq.transforms.rotate(model, fold={"up.{p}": "down.w"}, **options)

@@ -42,7 +42,7 @@ def close(y, expected, tol=2e-5):
 
 
 def test_products(getkey, stack):
-    dense, x, z = stack.dequantize(), jr.normal(getkey(), (3, 200)), jr.normal(getkey(), (3, 48))
+    dense, x, z = stack.dequantize(), weights(getkey(), (3, 200)), weights(getkey(), (3, 48))
     for index, place in ((0, 0), (3, 3), (-1, 4), (-5, 0)):
         q, w = eqq.take_layer(stack, index), dense[place]
         assert q.shape == w.shape and q.dtype == w.dtype and q.ndim == 2
@@ -56,7 +56,7 @@ def test_products(getkey, stack):
 
 @pytest.mark.parametrize("stack", ["double", "offsets", "transposed"], indirect=True)
 def test_several_indices(getkey, stack):
-    dense, x = stack.dequantize(), jr.normal(getkey(), (3, 200))
+    dense, x = stack.dequantize(), weights(getkey(), (3, 200))
     chosen = jnp.array([4, 0, 4])
     q, w = eqq.take_layer(stack, chosen), dense[chosen]
     assert q.shape == w.shape
@@ -74,7 +74,7 @@ def test_several_indices(getkey, stack):
 def test_nested_selection(getkey):
     """Experts of a layer."""
     stack = eqq.quantize(weights(getkey(), (3, 4, 16, 64)), "nf4")
-    dense, x, chosen = stack.dequantize(), jr.normal(getkey(), (2, 64)), jnp.array([3, -4])
+    dense, x, chosen = stack.dequantize(), weights(getkey(), (2, 64)), jnp.array([3, -4])
     layer = eqq.take_layer(stack, 1)
     close(layer @ x[0], dense[1] @ x[0])
     close(eqq.take_layer(layer, chosen) @ x[0], dense[1][chosen] @ x[0])
@@ -84,7 +84,7 @@ def test_nested_selection(getkey):
 
 @pytest.mark.parametrize("stack", ["affine", "transposed"], indirect=True)
 def test_gradients(getkey, stack):
-    x = jr.normal(getkey(), (3, 200))
+    x = weights(getkey(), (3, 200))
     steps = jnp.arange(5)
 
     def run(layers, x, select):
@@ -102,7 +102,7 @@ def test_gradients(getkey, stack):
 
 def test_training(getkey):
     """Gradients of quantized weights reach the stack."""
-    stack, x = eqq.quantize(weights(getkey(), (3, 8, 64)), "int8"), jr.normal(getkey(), (64,))
+    stack, x = eqq.quantize(weights(getkey(), (3, 8, 64)), "int8"), weights(getkey(), (64,))
     gradient = eqq.filter_grad(lambda q: jnp.sum(eqq.take_layer(q, 1) @ x))(stack)
     close(gradient, jnp.zeros((3, 8, 64)).at[1].set(x))
 
@@ -125,7 +125,7 @@ def make(getkey, length=5):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_modules(getkey, lora):
-    layers, x = make(getkey), jr.normal(getkey(), (2, 64))
+    layers, x = make(getkey), weights(getkey(), (2, 64))
     if lora:
         layers = eqq.loraify(layers, rank=4, key=getkey())
     expected = x
@@ -138,7 +138,7 @@ def test_modules(getkey, lora):
 @needs_native
 def test_copies_nothing(getkey):
     """The loop of the compiled program hands the whole stack to the native call."""
-    layers, x = make(getkey), jr.normal(getkey(), (64,))
+    layers, x = make(getkey), weights(getkey(), (64,))
 
     @jax.jit
     def run(layers, x):
@@ -152,7 +152,7 @@ def test_copies_nothing(getkey):
 
 def test_on_several_devices(getkey):
     """Products that devices share take the arrays out of the stack."""
-    q, x = eqq.quantize(weights(getkey(), (3, 16, 64)), "nf4"), jr.normal(getkey(), (8, 64))
+    q, x = eqq.quantize(weights(getkey(), (3, 16, 64)), "nf4"), weights(getkey(), (8, 64))
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
     q = q.with_sharding(NamedSharding(mesh, P(None, "data", None)))

@@ -12,7 +12,7 @@ import pytest
 import eqquant as eqq
 from eqquant.calibrate import collect_stats
 
-from .helpers import assert_same
+from .helpers import assert_same, weights
 
 
 FORMAT = eqq.Int2(16)
@@ -98,7 +98,7 @@ def test_layers_of_a_scan(expected):
 
 def test_better_than_statistics_of_the_float_model():
     model = eqx.nn.MLP(24, 24, 24, 4, key=jr.key(0))
-    x, held_out = jr.normal(jr.key(1), (2, 256, 24))
+    x, held_out = weights(jr.key(1), (2, 256, 24))
     wanted = jax.vmap(model)(held_out)
     error = lambda q: float(jnp.mean(jnp.square(jax.vmap(q)(held_out) - wanted)))
     at_once = eqq.quantize_tree(model, FORMAT, method=eqq.GPTQ(collect_stats(model, x, gram=True)))
@@ -108,7 +108,7 @@ def test_better_than_statistics_of_the_float_model():
 def test_corrections_compensate_for_earlier_errors():
     """The first layer loses most of its weights, and the second compensates for it."""
     model = eqx.nn.MLP(24, 24, 24, 1, activation=jnp.tanh, key=jr.key(0))
-    x = jr.normal(jr.key(1), (512, 24))
+    x = weights(jr.key(1), (512, 24))
     rules = {"layers.0.weight": eqq.Int2(24), "*": "int8"}
     wanted = jax.vmap(model)(x)
 
@@ -126,7 +126,7 @@ def test_corrections_compensate_for_earlier_errors():
 
 def test_continues_with_quantized_activations():
     model = eqx.nn.MLP(16, 16, 16, 2, key=jr.key(0))
-    x = jr.normal(jr.key(1), (32, 16))
+    x = weights(jr.key(1), (32, 16))
     for activations in ("int8", collect_stats(model, x)):
         options, done = {"activations": activations}, []
         q = eqq.quantize_sequentially(model, x, "int4", eqq.GPTQ(), after_each=done.append, **options)
@@ -142,14 +142,14 @@ def test_continues_with_quantized_activations():
 def test_shared_arrays_convolutions_and_other_methods():
     model = eqx.nn.MLP(16, 16, 16, 2, key=jr.key(0))
     model = eqx.tree_at(lambda m: m.layers[1].weight, model, model.layers[0].weight)
-    x = jr.normal(jr.key(1), (32, 16))
+    x = weights(jr.key(1), (32, 16))
     q = eqq.quantize_sequentially(
         model, [x], {"layers.2.*": eqq.QuantConfig("int8", eqq.MSE()), "*": "int4"}, eqq.GPTQ()
     )
     assert q.layers[0].weight is q.layers[1].weight
     assert q.layers[2].weight.format == eqq.Int8()
     conv = eqx.nn.Conv1d(4, 8, 3, key=jr.key(0))
-    images = jr.normal(jr.key(1), (6, 4, 10))
+    images = weights(jr.key(1), (6, 4, 10))
     found = eqq.quantize_sequentially(conv, [images], "int4", eqq.GPTQ())
     expected = eqq.quantize_tree(conv, "int4", method=eqq.GPTQ(collect_stats(conv, [images], gram=True)))
     assert_same(found.weight, expected.weight)

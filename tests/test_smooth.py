@@ -13,6 +13,8 @@ import pytest
 import eqquant as eqq
 from eqquant._wrappers.scaled import ScaledArray
 
+from .helpers import weights
+
 
 SIZE, WIDE = 16, 32
 FOLD = {
@@ -30,7 +32,7 @@ class Block(eqx.Module):
     def __init__(self, key):
         keys = jr.split(key, 4)
         self.norm = eqx.nn.LayerNorm(SIZE)
-        scales = jnp.exp(1.5 * jr.normal(keys[3], (2, SIZE)))
+        scales = jnp.exp(1.5 * weights(keys[3], (2, SIZE)))
         self.norm = eqx.tree_at(lambda m: (m.weight, m.bias), self.norm, (scales[0], scales[1]))
         self.gate, self.up = (eqx.nn.Linear(SIZE, WIDE, key=k) for k in keys[:2])
         self.down = eqx.nn.Linear(WIDE, SIZE, key=keys[2])
@@ -65,7 +67,7 @@ class Stacked(eqx.Module):
 
 @functools.cache
 def inputs():
-    return np.asarray(jr.normal(jr.key(1), (64, SIZE)) * jnp.exp(jr.normal(jr.key(2), (SIZE,)))[None])
+    return np.asarray(weights(jr.key(1), (64, SIZE)) * jnp.exp(weights(jr.key(2), (SIZE,)))[None])
 
 
 @eqx.filter_jit
@@ -175,8 +177,8 @@ def test_inputs_without_data(model, stats):
 
 
 def test_heads_that_share_values():
-    value, output = jr.normal(jr.key(0), (6, 8)), jr.normal(jr.key(1), (5, 12))
-    bias = jr.normal(jr.key(2), (6,))
+    value, output = weights(jr.key(0), (6, 8)), weights(jr.key(1), (5, 12))
+    bias = weights(jr.key(2), (6,))
 
     def attend(model, x):
         v = (model["value"]["weight"] @ x + model["value"]["bias"]).reshape(2, 3)
@@ -184,7 +186,7 @@ def test_heads_that_share_values():
 
     model = {"value": {"weight": value, "bias": bias}, "output": {"weight": output}}
     apply = lambda model, xs: jax.vmap(lambda x: attend(model, x))(xs)
-    xs = jr.normal(jr.key(3), (32, 8))
+    xs = weights(jr.key(3), (32, 8))
     stats = eqq.calibrate.collect_stats(model, [xs], apply=apply, gram=True)
     fold = {"value.{p}": eqq.transforms.FoldInto(("output.weight",), head_size=3)}
     for method in methods(stats).values():
@@ -199,8 +201,8 @@ def test_heads_that_share_values():
 
 def test_norms_with_an_offset():
     apply = lambda m, xs: (xs * (1 + m["norm"]["weight"])[None]) @ m["up"]["weight"].T
-    model = {"norm": {"weight": jr.normal(jr.key(0), (8,))}, "up": {"weight": jr.normal(jr.key(1), (4, 8))}}
-    xs = jr.normal(jr.key(2), (32, 8))
+    model = {"norm": {"weight": weights(jr.key(0), (8,))}, "up": {"weight": weights(jr.key(1), (4, 8))}}
+    xs = weights(jr.key(2), (32, 8))
     stats = eqq.calibrate.collect_stats(model, [xs], apply=apply)
     right, wrong = eqq.transforms.FoldInto(("up.weight",), offset=1), "up.weight"
     folded = eqq.transforms.smooth(

@@ -284,7 +284,7 @@ AXES = {"conv.weight": (-3, -2, -1), "linear.weight": -1, "proj": -2}
 
 @functools.cache
 def images():
-    return [jr.normal(jr.key(n), (32, 3, 16, 16)) for n in range(2)]
+    return [weights(jr.key(n), (32, 3, 16, 16)) for n in range(2)]
 
 
 def list_axes(q):
@@ -370,7 +370,7 @@ class Added(eqx.Module):
 
 @functools.cache
 def tokens():
-    return [jr.normal(jr.key(n), (64, 4, 64)) for n in range(2)]
+    return [weights(jr.key(n), (64, 4, 64)) for n in range(2)]
 
 
 UNUSED = r"Got none for table \(.*\), rows \(.*\), spare \(no batch reached it\): "

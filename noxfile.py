@@ -86,7 +86,7 @@ def pytest(session: nox.Session, *args: str, env: dict[str, str] | None = None) 
     """Runs pytest on all cores."""
     workers = str(min(os.cpu_count() or 1, 8))
     env = {"JAX_PLATFORMS": "cpu", **shared_programs(session), **(env or {})}
-    session.run("pytest", "-n", workers, *args, *session.posargs, env=env)
+    session.run("pytest", "-n", workers, "--dist", "worksteal", *args, *session.posargs, env=env)
 
 
 @nox.session
@@ -99,9 +99,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs one in ten cases of each test, as the date chooses, on the newest versions. `-- --every 1` runs all."""
+    """Runs one in five cases of each test, as the date chooses, on the newest versions. `-- --every 1` runs all."""
     install(session, "tests", "ecosystem", "examples", weights=True)
-    pytest(session, "--every", "10")
+    pytest(session, "--every", "5")
 
 
 @nox.session(python=OLDEST_PYTHON)

@@ -22,6 +22,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 COMPILED = pytest.StashKey[list]()
+OPTIMIZED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser):
@@ -42,13 +43,13 @@ def pytest_report_header(config):
     return None if every == 1 else f"one in {every} cases of each test: --every {every} --offset {offset} repeats them"
 
 
-def sample(name, cases, every, offset, at_least_one=True):
-    """One in `every` cases, and one of fewer, if there must be one. All offsets together choose each case.
+def sample(name, cases, every, offset, runs=1):
+    """One in `every` cases; of fewer cases, one in each run, or in so many runs. All offsets together choose each case.
 
     Tests start at different cases, so that no day tries one format or one setting alone.
     """
-    start = (offset + zlib.crc32(name.encode())) % every
-    return cases[start % len(cases) if at_least_one else start :: every]
+    period = min(every, max(len(cases), runs))
+    return cases[(offset + zlib.crc32(name.encode())) % period :: every]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,19 +76,20 @@ def pytest_collection(session):
 
 @pytest.hookimpl(trylast=True)  # after `-m`
 def pytest_collection_modifyitems(config, items):
-    """Keeps one in `--every` cases of each test, and of those marked `slow` one in twice as many."""
+    """Keeps one in `--every` cases of each test; of slow cases one in twice as many; of a long test one in two runs."""
     every, offset = config.option.every, config.option.offset
     tests = collections.defaultdict(list)
     for item in items:
-        tests[item.nodeid.partition("[")[0], item.get_closest_marker("slow") is not None].append(item)
+        marks = {mark.name for mark in item.iter_markers()}
+        tests[item.nodeid.partition("[")[0], "slow" in marks, "long" in marks].append(item)
     kept = set()
-    for (name, slow), cases in tests.items():
-        if not slow:
-            kept.update(sample(name, cases, every, offset))
-        elif every > 1:
-            kept.update(sample(name, cases, 2 * every, offset, at_least_one=False))
-        elif config.option.markexpr:  # which chose them
-            kept.update(cases)
+    for (name, slow, long), cases in tests.items():
+        if every == 1:
+            kept.update(cases if config.option.markexpr or not slow else [])
+        elif slow:
+            kept.update(sample(name, cases, 2 * every, offset, runs=2 * every))
+        else:
+            kept.update(sample(name, cases, every, offset, runs=2 if long else 1))
     if left_out := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in kept]
@@ -106,11 +108,12 @@ def _compilation(request):
 
     Modules share their programs, as long as there is memory.
     """
-    optimize = getattr(request.module, "OPTIMIZED", False)
-    if jax.config.jax_disable_most_optimizations == optimize or memory() > 2**31:
+    stash, optimize = request.config.stash, getattr(request.module, "OPTIMIZED", False)
+    if stash.get(OPTIMIZED, None) is not optimize or memory() > 2**31:
         jax.clear_caches()
         gc.collect()
-    jax.config.update("jax_disable_most_optimizations", not optimize)
+        stash[OPTIMIZED] = optimize
+        jax.config.update("jax_disable_most_optimizations", not optimize)
 
 
 def memory():

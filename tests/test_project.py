@@ -52,8 +52,10 @@ def test_nothing_is_compiled_while_tests_are_collected(pytestconfig):
     assert pytestconfig.stash[COMPILED] == []
 
 
+@pytest.mark.parametrize("runs", [1, 2, 10])
 @pytest.mark.parametrize("cases", [1, 3, 10, 25])
-def test_samples_of_all_offsets_are_all_cases(cases):
-    samples = [sample("test_x", range(cases), 10, offset) for offset in range(10)]
+def test_samples_of_all_offsets_are_all_cases(cases, runs):
+    samples = [sample("test_x", range(cases), 10, offset, runs) for offset in range(10)]
     assert {case for chosen in samples for case in chosen} == set(range(cases))
-    assert {len(chosen) for chosen in samples} <= {max(cases // 10, 1), -(-cases // 10)}
+    least = cases // 10 or (1 if cases >= runs else 0)
+    assert {len(chosen) for chosen in samples} <= {least, -(-cases // 10)}

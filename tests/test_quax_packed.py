@@ -175,19 +175,23 @@ def test_results_stay_packed(arguments, name, array):
     if isinstance(w, eqq.arrays.ActivationQuantizedArray) and (array, name) not in DENSE:
         close(jax.jit(run)(w, x), with_rounded_inputs(name, w, x))
         return
-    for found, expected in zip(with_gradient(run, w, x), with_gradient(program, w.dequantize(), x), strict=True):
+    for found, expected in zip(with_gradient(run)(w, x), with_gradient(program)(w.dequantize(), x), strict=True):
         close(found, expected)
 
 
-def with_gradient(f, w, x):
-    """The result of `f`, and a gradient with respect to `x`, in one compiled program."""
+@ft.cache  # one program for the dense values of all classes
+def with_gradient(f):
+    """A compiled function of the result of `f`, and a gradient with respect to `x`."""
 
     def total(w, x):
         y = f(w, x)
         return jnp.sum(jnp.sin(y)), y
 
-    (_, y), gradient = jax.jit(jax.value_and_grad(total, argnums=1, has_aux=True))(w, x)
-    return y, gradient
+    def run(w, x):
+        (_, y), gradient = jax.value_and_grad(total, argnums=1, has_aux=True)(w, x)
+        return y, gradient
+
+    return jax.jit(run)
 
 
 def with_rounded_inputs(name, w, x):

@@ -213,6 +213,12 @@ def weights(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.A
     return jnp.asarray(draw.standard_normal(shape, np.float32).astype(dtype))
 
 
+@eqx.filter_jit
+def outputs(model: Any, xs: Any) -> Any:
+    """The outputs for a batch: one program, where JAX compiles one for each operation outside of `jit`."""
+    return jax.vmap(model)(xs)
+
+
 # A model to train with float masters, its loss, and what of it optax takes.
 
 
@@ -220,6 +226,7 @@ def mlp(key: Any) -> eqx.nn.MLP:
     return eqx.nn.MLP(20, 3, 40, 2, key=key)
 
 
+@eqx.filter_jit
 def loss(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :3])) ** 2)
 

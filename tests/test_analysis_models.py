@@ -24,7 +24,7 @@ from eqquant.analysis._layers import TreeErrorReport
 from eqquant.analysis._roles import estimate_role_factors
 from eqquant.analysis._sensitivity import LeafSensitivity, SensitivityReport
 
-from .helpers import sqnr, weights
+from .helpers import outputs, sqnr, weights
 
 
 def close(actual, expected, rtol=1e-4):
@@ -62,7 +62,7 @@ def squared_distance(model, batch):
 @pytest.fixture
 def batch(model, getkey):
     x = weights(getkey(), (16, 32))
-    return x, jax.vmap(model)(x)
+    return x, outputs(model, x)
 
 
 def test_analyze_tree(model):
@@ -349,7 +349,7 @@ def test_output_divergence(model, batch):
     reports = [analysis.output_divergence(model, eqq.quantize_tree(model, f), x) for f in ("int8", "nf4", "int2")]
     assert reports[0].kl < reports[1].kl < reports[2].kl
     assert reports[0].cosine > reports[1].cosine > reports[2].cosine
-    p, q = (jax.nn.softmax(jax.vmap(m)(x)) for m in (model, eqq.quantize_tree(model, "nf4")))
+    p, q = (jax.nn.softmax(outputs(m, x)) for m in (model, eqq.quantize_tree(model, "nf4")))
     close(reports[1].kl, jnp.sum(p * jnp.log(p / q), axis=-1).mean(), 1e-3)
     close(reports[1].top1, (p.argmax(-1) == q.argmax(-1)).mean())
     applied = analysis.output_divergence(model, model, (x, 2), apply=lambda m, b: jax.vmap(m)(b[0]) * b[1])

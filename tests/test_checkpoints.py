@@ -16,7 +16,7 @@ from eqquant._wrappers.permuted import PermutedArray
 from eqquant.io import _repack, _safetensors
 from eqquant.io._tensors import NewTensor
 
-from .helpers import assert_same, weights
+from .helpers import assert_same, outputs, weights
 
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -628,10 +628,10 @@ def test_act_order_under_transformations_and_in_files(tmp_path):
     assert eqx.tree_equal(eqq.load(tmp_path / "ours.safetensors", layer), layer)
     assert "weight.array" in str(eqq.summary(layer))
     adapted = eqq.loraify(layer, rank=2, key=jax.random.key(2))
-    np.testing.assert_allclose(jax.vmap(adapted)(x), y, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(outputs(adapted, x), y, rtol=1e-4, atol=1e-3)
     assert isinstance(adapted.weight.array, eqq.arrays.LoraArray)
     dense = eqq.merge_lora(adapted, dense=True)
-    np.testing.assert_allclose(jax.vmap(dense)(x), y, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(outputs(dense, x), y, rtol=1e-4, atol=1e-3)
     # Into a model, from the file, and divided by rows.
     template = eqx.nn.Linear(128, 32, use_bias=False, key=jax.random.key(0))
     loaded = eqq.io.load_into(template, second, {"l.weight": "weight"})

@@ -11,7 +11,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_same, weights
+from .helpers import assert_same, outputs, weights
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def setting():
 
 
 def error(q, model, x):
-    return float(jnp.mean(jnp.square(jax.vmap(q)(x) - jax.vmap(model)(x))))
+    return float(jnp.mean(jnp.square(outputs(q, x) - outputs(model, x))))
 
 
 @pytest.mark.long
@@ -61,7 +61,7 @@ def test_the_reported_loss_equals_the_loss_of_the_result(setting, capsys):
     lines = capsys.readouterr().out.splitlines()
     losses = [float(lines[0].split()[3]), *(float(line.split()[-1]) for line in lines[1:])]
     assert losses[1] == min(losses) < losses[-1]
-    relative = lambda q, x: jnp.sum(jnp.square(jax.vmap(q)(x) - jax.vmap(model)(x))) / jnp.sum(jax.vmap(model)(x) ** 2)
+    relative = lambda q, x: jnp.sum(jnp.square(outputs(q, x) - outputs(model, x))) / jnp.sum(outputs(model, x) ** 2)
     for m, loss in ((q, losses[0]), (found, min(losses))):
         np.testing.assert_allclose(np.mean([relative(m, b) for b in x[:2]]), loss, rtol=2e-3)
 

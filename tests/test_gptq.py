@@ -12,7 +12,7 @@ import pytest
 import eqquant as eqq
 from eqquant.calibrate import collect_stats
 
-from .helpers import assert_same, FORMATS, SWEPT_SCALARS, weights
+from .helpers import assert_same, FORMATS, outputs, SWEPT_SCALARS, weights
 
 
 GOLDEN = Path(__file__).parent / "golden" / "gptq_query_layer0.npz"
@@ -173,8 +173,8 @@ def tower():
 @pytest.mark.long
 def test_a_model(tower):
     model, ids, stats = tower
-    wanted, rules = jax.vmap(model)(ids), {"words.*": None, "*": eqq.Int2(32)}
-    error = lambda q: float(jnp.mean(jnp.square(jax.vmap(q)(ids) - wanted)))
+    wanted, rules = outputs(model, ids), {"words.*": None, "*": eqq.Int2(32)}
+    error = lambda q: float(jnp.mean(jnp.square(outputs(q, ids) - wanted)))
     plain, found = (eqq.quantize_tree(model, rules, method=method) for method in (None, eqq.GPTQ(stats)))
     assert error(found) < 0.8 * error(plain)
     for path, w, q in (
@@ -191,7 +191,7 @@ def test_a_model(tower):
 
 def test_plans_take_methods_with_statistics(tower):
     model, ids, stats = tower
-    wanted = jax.vmap(model)(ids)
+    wanted = outputs(model, ids)
     loss = lambda model, batch: jnp.mean(jnp.square(jax.vmap(model)(batch[0]) - batch[1]))
     offered = [eqq.Int2(32), eqq.QuantConfig(eqq.Int2(32), eqq.GPTQ(stats)), eqq.Int8()]
     report = eqq.analysis.sensitivity(model, loss, (ids, wanted), offered, where=lambda m: (m.head, m.layers))

@@ -13,13 +13,14 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_close, assert_same, FORMATS, KINDS, primitives, temp_bytes, weights
+from .helpers import assert_close, assert_same, FORMATS, KINDS, outputs, primitives, temp_bytes, weights
 
 
 def mlp(key):
     return eqx.nn.MLP(20, 3, 40, 2, key=key)
 
 
+@eqx.filter_jit
 def loss(model, x):
     return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :3])) ** 2)
 
@@ -36,7 +37,7 @@ def test_initial_outputs_equal_the_base_model(name, getkey):
     adapted = eqq.loraify(model, rank=3, key=getkey())
     assert type(adapted) is eqx.nn.MLP
     assert all(isinstance(layer.weight, eqq.arrays.LoraArray) for layer in adapted.layers)
-    assert_close(jax.vmap(adapted)(x), jax.vmap(model)(x), 0)
+    assert_close(outputs(adapted, x), outputs(model, x), 0)
     assert_same(adapted.layers[0].weight.base, model.layers[0].weight)
 
 
@@ -285,7 +286,7 @@ def test_merge_quantizes_again(name, getkey):
     adapted = eqq.loraify(model, 3, key=getkey())
     adapted = eqx.tree_at(lambda m: m.layers[1].weight.b, adapted, 0.01 * jnp.ones((40, 3)))
     dense, merged = eqq.merge_lora(adapted, dense=True), eqq.merge_lora(adapted)
-    assert_close(jax.vmap(dense)(x), jax.vmap(adapted)(x), 1e-5)
+    assert_close(outputs(dense, x), outputs(adapted, x), 1e-5)
     assert_same(merged.layers[1].weight, eqq.quantize(adapted.layers[1].weight.dequantize(), format))
     assert jtu.tree_structure(merged) == jtu.tree_structure(model)
 
@@ -332,7 +333,7 @@ def test_merge_with_statistics_keeps_the_gain(getkey):
         plain = eqq.merge_lora(adapted)
     merged = eqq.merge_lora(adapted, method=eqq.GPTQ(stats))
     assert jtu.tree_structure(merged) == jtu.tree_structure(layer)
-    error = lambda m: float(jnp.linalg.norm(jax.vmap(m)(x) - jax.vmap(dense)(x)))
+    error = lambda m: float(jnp.linalg.norm(outputs(m, x) - outputs(dense, x)))
     assert error(merged) < 0.5 * error(plain)
     distilled = eqq.distill(merged, dense, [x], held_out=[x], progress=False)
     assert jtu.tree_structure(distilled) == jtu.tree_structure(layer)

@@ -12,7 +12,7 @@ import pytest
 import eqquant as eqq
 from eqquant.calibrate import collect_stats
 
-from .helpers import assert_same, weights
+from .helpers import assert_same, outputs, weights
 
 
 FORMAT = eqq.Int2(16)
@@ -99,8 +99,8 @@ def test_layers_of_a_scan(expected):
 def test_better_than_statistics_of_the_float_model():
     model = eqx.nn.MLP(24, 24, 24, 4, key=jr.key(0))
     x, held_out = weights(jr.key(1), (2, 256, 24))
-    wanted = jax.vmap(model)(held_out)
-    error = lambda q: float(jnp.mean(jnp.square(jax.vmap(q)(held_out) - wanted)))
+    wanted = outputs(model, held_out)
+    error = lambda q: float(jnp.mean(jnp.square(outputs(q, held_out) - wanted)))
     at_once = eqq.quantize_tree(model, FORMAT, method=eqq.GPTQ(collect_stats(model, x, gram=True)))
     assert error(eqq.quantize_sequentially(model, x, FORMAT, eqq.GPTQ())) < error(at_once)
 
@@ -110,7 +110,7 @@ def test_corrections_compensate_for_earlier_errors():
     model = eqx.nn.MLP(24, 24, 24, 1, activation=jnp.tanh, key=jr.key(0))
     x = weights(jr.key(1), (512, 24))
     rules = {"layers.0.weight": eqq.Int2(24), "*": "int8"}
-    wanted = jax.vmap(model)(x)
+    wanted = outputs(model, x)
 
     def error(correction):
         done = []
@@ -118,7 +118,7 @@ def test_corrections_compensate_for_earlier_errors():
         # To continue, the float model is the reference.
         again = eqq.quantize_sequentially(done[0], x, rules, eqq.GPTQ(), correction=correction, float_model=model)
         jax.tree.map(np.testing.assert_array_equal, again, q)
-        return float(jnp.mean(jnp.square(jax.vmap(q)(x) - wanted)))
+        return float(jnp.mean(jnp.square(outputs(q, x) - wanted)))
 
     none, half, whole = (error(correction) for correction in (0, 0.5, 1))
     assert whole < 0.9 * half < 0.9 * 0.9 * none

@@ -13,7 +13,7 @@ import pytest
 import eqquant as eqq
 from eqquant._wrappers.scaled import ScaledArray
 
-from .helpers import weights
+from .helpers import outputs, weights
 
 
 SIZE, WIDE = 16, 32
@@ -72,7 +72,7 @@ def inputs():
 
 @eqx.filter_jit
 def run(model, xs):
-    return jax.vmap(model)(xs)
+    return outputs(model, xs)
 
 
 @pytest.fixture(scope="module")

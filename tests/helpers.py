@@ -223,7 +223,7 @@ def outputs(model: Any, xs: Any) -> Any:
 
 
 def mlp(key: Any) -> eqx.nn.MLP:
-    return eqx.nn.MLP(20, 3, 40, 2, key=key)
+    return eqx.nn.MLP(20, 3, 40, 1, key=key)
 
 
 @eqx.filter_jit

@@ -27,7 +27,7 @@ from eqquant_cli.main import main
 def checkpoint(tmp_path):
     rng = np.random.default_rng(0)
     weights = {
-        "embed.weight": rng.normal(size=(20, 64)),
+        "embed.weight": rng.normal(size=(32, 64)),
         "layers.0.proj.weight": rng.normal(size=(32, 64)),
         "layers.0.proj.bias": rng.normal(size=32),
         "layers.1.proj.weight": rng.standard_t(2, size=(32, 64)),
@@ -62,7 +62,7 @@ def run(capsys):
 def test_inspect(run, checkpoint):
     assert "layers.0.proj.weight" in run("inspect", checkpoint)
     rows = json.loads(run("inspect", checkpoint, "--json"))["rows"]
-    assert [row["shape"] for row in rows if row["name"] == "embed.weight"] == [[20, 64]]
+    assert [row["shape"] for row in rows if row["name"] == "embed.weight"] == [[32, 64]]
 
 
 def test_long_names_fold(run, tmp_path):
@@ -178,15 +178,15 @@ def test_a_budget_takes_a_method(run, alike, tmp_path):
 
 
 def test_a_budget_is_for_every_weight(run, tmp_path):
-    weights = {"odd.weight": np.ones((8, 4304)), "even.weight": np.random.default_rng(0).normal(size=(8, 4096))}
+    weights = {"odd.weight": np.ones((8, 272)), "even.weight": np.random.default_rng(0).normal(size=(8, 256))}
     save_file({name: w.astype(np.float32) for name, w in weights.items()}, tmp_path / "model.safetensors")
     command = ("quantize", tmp_path / "model.safetensors", tmp_path / "out.gguf", "--budget", 4.6)
     for dry in ((), ("--dry-run",)):
         err = run(*command, *dry, code=1)
-        assert "cannot hold 'odd.weight', whose shape is (8, 4304)" in err and "--skip 'odd.weight'" in err
+        assert "cannot hold 'odd.weight', whose shape is (8, 272)" in err and "--skip 'odd.weight'" in err
     run(*command, "--skip", "odd.weight")
     rows = {row.name: row for row in eqq.io.open(tmp_path / "out.gguf").rows}
-    assert rows["odd.weight"].format is None and 8 * rows["even.weight"].nbytes <= 4.6 * 8 * 4096
+    assert rows["odd.weight"].format is None and 8 * rows["even.weight"].nbytes <= 4.6 * 8 * 256
 
 
 def test_a_budget_knows_roles_of_skipped_weights(run, tmp_path):

@@ -227,11 +227,11 @@ def test_gradients_pass_straight_through(getkey):
     f = lambda x: jnp.sum(jnp.sin(x @ a.T))
     y, dy = jax.jvp(f, (x,), (t,))
     expected = jnp.cos(x @ a.T) @ w.dequantize()
-    np.testing.assert_allclose(jax.grad(f)(x), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(eqx.filter_jit(jax.grad(f))(x), expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(dy, jnp.sum(expected * t), rtol=1e-4)
     np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(a @ x))))(x), expected, rtol=1e-4, atol=1e-5)
     # The gradient of the weight is the one for the inputs that it was multiplied with.
-    w_grad = eqq.filter_grad(lambda a: jnp.sum(jnp.sin(x @ a.T)))(a).array
+    w_grad = eqx.filter_jit(eqq.filter_grad(lambda a: jnp.sum(jnp.sin(x @ a.T))))(a).array
     inputs = DynamicRows(x, eqq.Int8()).dequantize()
     np.testing.assert_allclose(w_grad, jnp.cos(x @ a.T).T @ inputs, rtol=1e-4, atol=1e-5)
 
@@ -423,8 +423,10 @@ def test_training(getkey, model):
     simulated = eqq.quantize_tree(model, "int4", activations="int8", simulate=True)
     q = eqq.finalize(simulated)
     np.testing.assert_allclose(outputs(simulated, x), outputs(q, x), rtol=1e-5, atol=1e-6)
-    master_grad = eqx.filter_grad(loss)(simulated, x).layers[0].weight.array.master
-    np.testing.assert_allclose(master_grad, eqq.filter_grad(loss)(q, x).layers[0].weight.array, rtol=1e-4, atol=1e-6)
+    master_grad = eqx.filter_jit(eqx.filter_grad(loss))(simulated, x).layers[0].weight.array.master
+    np.testing.assert_allclose(
+        master_grad, eqx.filter_jit(eqq.filter_grad(loss))(q, x).layers[0].weight.array, rtol=1e-4, atol=1e-6
+    )
     optim = eqq.float_masters(optax.sgd(0.1))
     state, start = optim.init(q), loss(q, x)
 
@@ -658,7 +660,7 @@ def test_static_scales_quantize_inside_the_kernel(getkey, format):
     shared = jax.vmap(product, (0, None))(stack, x[0])  # one operand, a scale for each layer
     near(shared, [rounded(layer, x[0]) @ layer.dequantize().T for layer in layers])
 
-    clipped = jax.grad(lambda x: jnp.sum(product(layers[0], x)))(x[0])
+    clipped = eqx.filter_jit(jax.grad(lambda x: jnp.sum(product(layers[0], x))))(x[0])
     levels = np.array([-128.5, 127.5] if format.symmetric else [-0.5, 255.5]) * 0.01
     inside = (np.asarray(x[0]) >= levels[0]) & (np.asarray(x[0]) <= levels[1])
     assert 0 < inside.mean() < 1
@@ -937,7 +939,7 @@ def test_operations_without_a_rule_warn_about_float_activations(getkey, f, opera
     np.testing.assert_array_equal(y, f(q.dequantize(), x))
     with pytest.warns(UserWarning, match=match):
         gradient = jax.grad(lambda x: jnp.sum(quaxified(w, x)))(x)
-    expected = jax.grad(lambda x: jnp.sum(f(q.dequantize(), x)))(x)
+    expected = eqx.filter_jit(jax.grad(lambda x: jnp.sum(f(q.dequantize(), x))))(x)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
     with eqq.no_dense(), pytest.raises(RuntimeError, match=rf"`{operation}` has no packed form"):
         quaxified(q, x)
@@ -954,7 +956,7 @@ def test_gradients_by_the_rule_of_a_user_are_those_of_floats(getkey, f):
     assert 1e-4 < jnp.abs(y - dense).max() < 0.03 * jnp.abs(dense).max()  # activations are rounded
     with pytest.warns(UserWarning, match=r"`custom_[jv]*p_call`, at .*test_activations.py:\d+ in"):
         gradient = jax.grad(lambda x: jnp.sum(quaxified(w, x)))(x)
-    expected = jax.grad(lambda x: jnp.sum(f(q.dequantize(), x)))(x)
+    expected = eqx.filter_jit(jax.grad(lambda x: jnp.sum(f(q.dequantize(), x))))(x)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -39,6 +39,9 @@ def product(model, x, dy):
     return jnp.sum(x @ model["w"].T * dy)
 
 
+gradient = jax.jit(jax.grad(product))
+
+
 # Values
 
 
@@ -98,13 +101,13 @@ def test_values_above_the_amax_are_clipped(operands):
     for factor in (4, 1e30):
         y = (factor * x) @ model["w"].T
         close(y, round_by_amax(factor * x, "e4m3", magnitudes(x)[0]), round_by_amax(w, "e4m3", magnitudes(w)[0]))
-        assert jnp.isfinite(jax.grad(product)(model, x, factor * dy)["w"].array).all()
+        assert jnp.isfinite(gradient(model, x, factor * dy)["w"].array).all()
 
 
 def test_stochastic_rounding(operands):
     x, w, dy = operands
     largest = magnitudes(x, w, dy)
-    one, other = (jax.grad(product)(delayed(w, "int8", largest, stochastic=s), x, dy)["w"].array for s in (True, False))
+    one, other = (gradient(delayed(w, "int8", largest, stochastic=s), x, dy)["w"].array for s in (True, False))
     assert not (one == other).all() and relative(one, other) < 0.02
 
 
@@ -164,7 +167,8 @@ def test_each_model_has_its_own_amax(operands):
 
     models = delayed(stack)
     together = jax.vmap(jax.grad(model_loss), (0, None))(models, x)["w"].amax
-    each = [jax.grad(model_loss)(delayed(w), x)["w"].amax for w in stack]
+    gradient = jax.jit(jax.grad(model_loss))
+    each = [gradient(delayed(w), x)["w"].amax for w in stack]
     np.testing.assert_allclose(together, np.stack(each), rtol=1e-6)
 
     def scan_loss(models, x, wrap=lambda f: f):
@@ -232,7 +236,7 @@ def test_shard_map(operands):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     model = delayed(w, "int8", magnitudes(x, w, dy))
     each = jax.shard_map(jax.grad(product), mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
-    got, expected = jax.jit(each)(model, x, dy), jax.grad(product)(model, x, dy)
+    got, expected = jax.jit(each)(model, x, dy), gradient(model, x, dy)
     np.testing.assert_array_equal(got["w"].amax, magnitudes(x, w, dy))
     np.testing.assert_allclose(got["w"].array, expected["w"].array, rtol=1e-5, atol=1e-5)
 
@@ -253,7 +257,7 @@ def test_the_wrapped_optimizer_gets_no_amax(operands):
     state, alone_state = optim.init(model), alone.init({"w": w})
     with jax.numpy_dtype_promotion("standard"):
         for factor in (1, 10):
-            grads = jax.grad(product)(model, factor * x, dy)
+            grads = gradient(model, factor * x, dy)
             updates, state = optim.update(grads, state, model)
             expected, alone_state = alone.update(bare(grads), alone_state, bare(model))
             model = optax.apply_updates(model, updates)
@@ -270,14 +274,14 @@ def test_without_the_wrapper_scaling_is_current(operands):
     state = optim.init(model)
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(2):
-            updates, state = optim.update(jax.grad(product)(model, x, dy), state, model)
+            updates, state = optim.update(gradient(model, x, dy), state, model)
             model = optax.apply_updates(model, updates)
     assert (model["w"].amax < 0).all()
     now = eqq.low_precision_training({"w": model["w"].array}, eqq.FP8("e4m3", "tensor"))
     np.testing.assert_array_equal(x @ model["w"].T, x @ now["w"].T)
     # With the wrapper again, all is well.
     optim = eqq.delayed_scaling(optax.sgd(0.0))
-    updates, _ = optim.update(jax.grad(product)(model, x, dy), optim.init(model), model)
+    updates, _ = optim.update(gradient(model, x, dy), optim.init(model), model)
     after = optax.apply_updates(model, updates)["w"].amax
     np.testing.assert_allclose(after, magnitudes(x, model["w"].array, dy), rtol=1e-6)
 
@@ -287,7 +291,7 @@ def test_a_new_state_keeps_the_amax_of_the_model(operands):
     x, w, dy = operands
     amax = 4 * magnitudes(x, w, dy)
     model, optim = delayed(w, largest=amax), eqq.delayed_scaling(optax.sgd(0.0), margin=1.0)
-    updates, _ = optim.update(jax.grad(product)(model, x, dy), optim.init(model), model)
+    updates, _ = optim.update(gradient(model, x, dy), optim.init(model), model)
     np.testing.assert_array_equal(eqx.apply_updates(model, updates)["w"].amax, amax)
 
 
@@ -298,11 +302,11 @@ def test_composes_with_other_wrappers(operands):
         model = delayed(w)
         optim = eqq.delayed_scaling(inner)
         with jax.numpy_dtype_promotion("standard"):
-            updates, _ = optim.update(jax.grad(product)(model, x, dy), optim.init(model), model)
+            updates, _ = optim.update(gradient(model, x, dy), optim.init(model), model)
         np.testing.assert_array_equal(eqx.apply_updates(model, updates)["w"].amax, expected)
     model = eqq.low_precision_training(eqq.quantize_tree({"w": w}, "int8"), "fp8", delayed=True)
     optim = eqq.delayed_scaling(eqq.float_masters(optax.sgd(0.1), masters={"w": w}))
-    updates, state = optim.update(eqq.filter_grad(product)(model, x, dy), optim.init(model), model)
+    updates, state = optim.update(eqx.filter_jit(eqq.filter_grad(product))(model, x, dy), optim.init(model), model)
     after = eqq.apply_updates(model, updates)
     np.testing.assert_allclose(after["w"].amax, expected, rtol=0.02)
     (master,) = jax.tree.leaves(state.inner_state.masters)
@@ -319,7 +323,7 @@ def test_low_rank_factors(operands):
         eqq.delayed_scaling(optax.masked(optax.sgd(0.1), mask)),
         optax.masked(eqq.delayed_scaling(optax.sgd(0.1)), mask),
     ):
-        grads = eqq.filter_grad(product)(model, x, dy)
+        grads = eqx.filter_jit(eqq.filter_grad(product))(model, x, dy)
         updates, _ = optim.update(grads, optim.init(model), model)
         after = eqx.apply_updates(model, updates)
         np.testing.assert_array_equal(after["w"].base.array, w)
@@ -342,7 +346,7 @@ def test_64_bits(operands):
         x, w, dy = (jnp.asarray(a, jnp.float64) for a in operands)
         model, optim = delayed(w), eqq.delayed_scaling(optax.sgd(0.1))
         start = optim.init(model)
-        updates, state = optim.update(jax.grad(product)(model, x, dy), start, model)
+        updates, state = optim.update(gradient(model, x, dy), start, model)
         after = eqx.apply_updates(model, updates)["w"]
     assert after.array.dtype == jnp.float64 and after.amax.dtype == jnp.float32
     assert {a.dtype.name for s in (start, state) for a in s.history.values()} == {"float32"}
@@ -432,7 +436,7 @@ def test_bad_input(operands):
     with pytest.raises(ValueError, match="needs weights with delayed scales"):
         optim.init(eqq.low_precision_training({"w": w}))
     model = delayed(w)
-    state, grads = optim.init(model), jax.grad(product)(model, x, dy)
+    state, grads = optim.init(model), gradient(model, x, dy)
     with pytest.raises(ValueError, match="`delayed_scaling` needs the parameters"):
         optim.update(grads, state)
     for wrong in (state.inner_state, optim.init({"other": model["w"]})):

@@ -66,7 +66,7 @@ def check(names, title):
         dense = names["nnx"].merge(names["graph"], eqq.dequantize_tree(names["state"]))
         np.testing.assert_allclose(np.asarray(names["y"]), np.asarray(dense(x)), rtol=1e-5, atol=1e-5)
     elif title == "diffrax":
-        dense_grads = eqx.filter_grad(names["end"])(eqq.dequantize_tree(names["mlp"]), jnp.ones(8))
+        dense_grads = eqx.filter_jit(eqx.filter_grad(names["end"]))(eqq.dequantize_tree(names["mlp"]), jnp.ones(8))
         for a, e in zip(jax.tree.leaves(names["grads"]), jax.tree.leaves(dense_grads), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=1e-3, atol=1e-4)
     elif title == "Orbax":

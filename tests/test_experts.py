@@ -42,9 +42,9 @@ def test_ragged_dot(getkey, name, axis):
         y = jax.jit(run)(x, w, sizes)
     close(y, lax.ragged_dot(x, w.dequantize(), sizes))
     loss = lambda f: lambda x, w: jnp.sum(jnp.sin(f(x, w, sizes)))
-    close(jax.grad(loss(run))(x, w), jax.grad(loss(lax.ragged_dot))(x, w.dequantize()))
-    weight_grad = eqq.filter_grad(lambda w: loss(run)(x, w))(w)
-    close(weight_grad, jax.grad(loss(lax.ragged_dot), 1)(x, w.dequantize()))
+    close(jax.jit(jax.grad(loss(run)))(x, w), jax.jit(jax.grad(loss(lax.ragged_dot)))(x, w.dequantize()))
+    weight_grad = jax.jit(eqq.filter_grad(lambda w: loss(run)(x, w)))(w)
+    close(weight_grad, jax.jit(jax.grad(loss(lax.ragged_dot), 1))(x, w.dequantize()))
 
 
 def test_other_layouts(getkey):

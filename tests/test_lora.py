@@ -165,7 +165,7 @@ def test_stacked_layers(getkey):
         return jax.lax.scan(lambda x, a: (jnp.tanh(eqx.combine(a, static)(x)), None), jnp.ones(16), arrays)[0]
 
     assert_close(run(adapted), run(eqq.merge_lora(adapted, dense=True)), 1e-5)
-    grads = eqq.filter_grad(lambda m: run(m).sum())(adapted)
+    grads = eqx.filter_jit(eqq.filter_grad(lambda m: run(m).sum()))(adapted)
     assert grads.weight.a.shape == (3, 2, 16) and grads.weight.base is None
 
 
@@ -244,7 +244,7 @@ def test_only_factors_are_trained(format, getkey):
         assert jnp.any(a.weight.a != b.weight.a) and jnp.any(a.weight.b != b.weight.b)
     # Gradients and optimizer state: the factors', and nothing else's.
     factors = [leaf.size for layer in start.layers for leaf in (layer.weight.a, layer.weight.b)]
-    grads = eqq.filter_grad(loss)(start, x)
+    grads = eqx.filter_jit(eqq.filter_grad(loss))(start, x)
     assert sorted(g.size for g in jtu.tree_leaves(grads)) == sorted(factors)
     assert sum(leaf.size for leaf in jtu.tree_leaves(state)) == 2 * sum(factors) + 1
     assert eqq.tree_nbytes(eqx.filter(start, eqq.trainable_mask(start))) == 4 * sum(factors)
@@ -253,8 +253,8 @@ def test_only_factors_are_trained(format, getkey):
 def test_gradients_are_those_of_the_sum(getkey):
     model, x = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 3, key=getkey()), weights(getkey(), (7, 20))
     model = eqx.tree_at(lambda m: m.layers[0].weight.b, model, jnp.ones((40, 3)))
-    grads = eqq.filter_grad(loss)(model, x)
-    dense = eqx.filter_grad(loss)(eqq.merge_lora(model, dense=True), x).layers[0].weight
+    grads = eqx.filter_jit(eqq.filter_grad(loss))(model, x)
+    dense = eqx.filter_jit(eqx.filter_grad(loss))(eqq.merge_lora(model, dense=True), x).layers[0].weight
     w = model.layers[0].weight
     assert_close(grads.layers[0].weight.a, w.scaling * w.b.T @ dense, 1e-5)
     assert_close(grads.layers[0].weight.b, w.scaling * dense @ w.a.T, 1e-5)
@@ -264,14 +264,14 @@ def test_partitioned_models_train(getkey):
     model, x = eqq.loraify(eqq.quantize_tree(mlp(getkey()), "nf4"), 3, key=getkey()), weights(getkey(), (7, 20))
     trained, frozen = eqx.partition(model, eqq.trainable_mask(model))
     assert {leaf.shape[-1] for leaf in jtu.tree_leaves(trained)} <= {3, 20, 40}
-    grads = eqx.filter_grad(lambda trained: loss(eqx.combine(trained, frozen), x))(trained)
-    assert_close(grads, eqq.filter_grad(loss)(model, x))
+    grads = eqx.filter_jit(eqx.filter_grad(lambda trained: loss(eqx.combine(trained, frozen), x)))(trained)
+    assert_close(grads, eqx.filter_jit(eqq.filter_grad(loss))(model, x))
 
 
 def test_more_than_the_factors_with_a_spec(getkey):
     model, x = eqq.loraify(mlp(getkey()), 3, key=getkey()), weights(getkey(), (7, 20))
     mask = eqx.tree_at(lambda m: m.layers[0].bias, eqq.trainable_mask(model), True)
-    grads = eqq.filter_grad(loss, filter_spec=mask)(model, x)
+    grads = eqx.filter_jit(eqq.filter_grad(loss, filter_spec=mask))(model, x)
     assert grads.layers[0].bias.shape == (40,) and grads.layers[1].bias is None and grads.layers[0].weight.base is None
 
 
@@ -407,7 +407,7 @@ def test_gradients_as_updates_are_refused(getkey):
     model = eqx.nn.Sequential([eqx.nn.Linear(8, 64, key=getkey()), eqx.nn.LayerNorm(64)])
     for quantized in (model, eqq.quantize_tree(model, "nf4")):
         adapted = eqq.loraify(quantized, 4, key=getkey())
-        grads = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(jnp.ones((2, 8)))))(adapted)
+        grads = eqx.filter_jit(eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(jnp.ones((2, 8))))))(adapted)
         optim = optax.masked(optax.adam(1e-2), eqq.trainable_mask(adapted))
         with jax.numpy_dtype_promotion("standard"):  # Adam needs it
             updates, _ = optim.update(grads, optim.init(adapted), adapted)

@@ -124,22 +124,22 @@ def test_transformations(kind, w):
     m, xs = kind(w), weights(jr.key(1), (5, IN))
     f = lambda m, x: jnp.sum(jnp.sin(m @ x))
     close(jax.jit(jax.vmap(lambda x: m @ x))(xs), xs @ w.T)
-    close(jax.grad(f, 1)(m, xs[0]), jax.grad(f, 1)(w, xs[0]))
+    close(eqx.filter_jit(jax.grad(f, 1))(m, xs[0]), eqx.filter_jit(jax.grad(f, 1))(w, xs[0]))
     close(jax.vmap(jax.grad(f, 1), (None, 0))(m, xs), jax.vmap(jax.grad(f, 1), (None, 0))(w, xs))
-    close(jax.jacfwd(lambda x: m @ x)(xs[0]), w)
-    close(jax.hessian(f, 1)(m, xs[0]), jax.hessian(f, 1)(w, xs[0]), 1e-4)
+    close(eqx.filter_jit(jax.jacfwd(lambda x: m @ x))(xs[0]), w)
+    close(eqx.filter_jit(jax.hessian(f, 1))(m, xs[0]), eqx.filter_jit(jax.hessian(f, 1))(w, xs[0]), 1e-4)
 
 
 def test_gradients_are_transformed_dense_gradients(kind, w):
     m, x = kind(w), weights(jr.key(1), (IN,))
     f = lambda m: jnp.sum(jnp.sin(m @ x))
-    grads = eqx.filter_grad(f)(m)
-    wanted = m.map_inputs(jax.grad(f)(w), -1)
+    grads = eqx.filter_jit(eqx.filter_grad(f))(m)
+    wanted = m.map_inputs(eqx.filter_jit(jax.grad(f))(w), -1)
     close(grads.array, wanted)
     # Straight through, of codes: as if the decoded array were stored.
     q = dataclasses.replace(m, array=eqq.quantize(m.array, "int8"))
     dense = dataclasses.replace(m, array=q.array.dequantize())
-    close(eqq.filter_grad(f)(q).array, eqx.filter_grad(f)(dense).array)
+    close(eqx.filter_jit(eqq.filter_grad(f))(q).array, eqx.filter_jit(eqx.filter_grad(f))(dense).array)
 
 
 def test_stacks(kind):
@@ -252,7 +252,7 @@ def test_low_rank_factors(model, xs):
     # The factors alone train, though they stand inside of an array that maps its inputs.
     mask = eqq.trainable_mask(adapted)
     assert not mask.layers[0].bias and not mask.layers[0].weight.array.base and mask.layers[0].weight.array.a
-    grads = eqq.filter_grad(lambda m: jnp.sum(jax.vmap(m)(xs)))(adapted)
+    grads = eqx.filter_jit(eqq.filter_grad(lambda m: jnp.sum(jax.vmap(m)(xs))))(adapted)
     assert grads.layers[0].bias is None and np.abs(grads.layers[2].weight.array.b).max() > 0
     close(run(eqq.merge_lora(adapted, dense=True), xs), run(q, xs))
     close(run(eqq.dequantize_tree(adapted), xs), run(q, xs))

@@ -85,7 +85,7 @@ def test_every_apply_updates_is_exact(apply, getkey):
     optim = eqq.float_masters(optax.sgd(0.5))
     state = optim.init(model)
     f = lambda tree: loss(eqx.combine(tree["net"], static["net"]), x)
-    updates, state = optim.update(eqq.filter_grad(f)(model), state, model)
+    updates, state = optim.update(eqx.filter_jit(eqq.filter_grad(f))(model), state, model)
     assert jtu.tree_structure(updates) == jtu.tree_structure(model)
     after = apply(model, updates)
     assert_model_is_quantize_masters(after["net"], state._replace(masters=state.masters["net"]), "int4")
@@ -164,7 +164,7 @@ def test_stacked_layers(getkey):
         parts, static = eqx.partition(stack, eqx.is_array)
         return jnp.sum(jax.lax.scan(lambda x, a: (eqx.combine(a, static)(x), None), jnp.ones(16), parts)[0] ** 2)
 
-    updates, state = optim.update(eqq.filter_grad(run)(model), state, model)
+    updates, state = optim.update(eqx.filter_jit(eqq.filter_grad(run))(model), state, model)
     model = eqq.apply_updates(model, updates)
     assert_same(model.weight, eqq.quantize(state.masters.weight, "nf4"))
 
@@ -238,8 +238,9 @@ def test_masked_and_multi_transform(getkey):
     mask = eqx.tree_at(lambda m: m.layers[0].weight, mask, True)
     optim = optax.masked(eqq.float_masters(optax.adam(lr)), mask)
     state = optim.init(model)
+    gradient = eqx.filter_jit(eqq.filter_grad(loss, filter_spec=mask))
     for _ in range(3):
-        grads = eqq.filter_grad(loss, filter_spec=mask)(model, x)
+        grads = gradient(model, x)
         updates, state = optim.update(grads, state, model)
         after = eqq.apply_updates(model, updates)
     assert_same(after.layers[1].weight, model.layers[1].weight)
@@ -257,7 +258,7 @@ def test_extra_arguments_reach_the_optimizer(getkey):
 
     optim = eqq.float_masters(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
     model = eqq.quantize_tree(mlp(getkey()), "int8")
-    grads = eqq.filter_grad(loss)(model, jnp.ones((2, 20)))
+    grads = eqx.filter_jit(eqq.filter_grad(loss))(model, jnp.ones((2, 20)))
     optim.update(grads, optim.init(model), model, value=3, more=4)
     assert seen == [(3, {"more": 4})]
 
@@ -393,7 +394,7 @@ def test_masters_of_a_simulated_model(getkey):
 def test_a_step_of_size_zero_changes_nothing(dtype, getkey):
     model = eqq.quantize_tree(mlp(getkey()), "int8", dtype=dtype)
     optim = eqq.float_masters(optax.sgd(0.0))
-    updates, _ = optim.update(eqq.filter_grad(loss)(model, jnp.ones((2, 20))), optim.init(model), model)
+    updates, _ = optim.update(eqx.filter_jit(eqq.filter_grad(loss))(model, jnp.ones((2, 20))), optim.init(model), model)
     after = eqq.apply_updates(model, updates)
     assert eqx.tree_equal(*([layer.weight.codes for layer in m.layers] for m in (after, model)))
     for layer, before in zip(after.layers, model.layers, strict=True):
@@ -405,11 +406,13 @@ def test_freezing(getkey):
     mask = jtu.tree_map(eqq.is_quantized, model, is_leaf=eqq.is_quantized)
     mask = eqx.tree_at(lambda m: m.layers[0].weight, mask, False)
     optim = optax.masked(eqq.float_masters(optax.adam(lr)), mask)
-    updates, _ = optim.update(eqq.filter_grad(loss, filter_spec=mask)(model, x), optim.init(model), model)
+    updates, _ = optim.update(
+        eqx.filter_jit(eqq.filter_grad(loss, filter_spec=mask))(model, x), optim.init(model), model
+    )
     after = eqq.apply_updates(model, updates)
     assert_same(after.layers[0].weight, model.layers[0].weight)
     assert jnp.any(after.layers[1].weight.codes != model.layers[1].weight.codes)
-    whole = eqq.filter_grad(loss)(model, x)
+    whole = eqx.filter_jit(eqq.filter_grad(loss))(model, x)
     updates, _ = optim.update(whole, optim.init(model), model)
     with pytest.raises(ValueError, match="To freeze it, wrap the optimizer in `eqq.train_only`"):
         eqq.apply_updates(model, updates)

@@ -25,7 +25,7 @@ def _promotion():
 def setting(getkey):
     model = eqq.quantize_tree(mlp(getkey()), {"layers.0.*": "int8", "layers.1.*": None})
     optim = eqq.float_masters(optax.adam(lr))
-    return model, optim, optim.init(model), eqq.filter_grad(loss)(model, jnp.ones((2, 20)))
+    return model, optim, optim.init(model), eqx.filter_jit(eqq.filter_grad(loss))(model, jnp.ones((2, 20)))
 
 
 def test_no_parameters(setting):
@@ -36,7 +36,7 @@ def test_no_parameters(setting):
 
 def test_gradients_of_equinox(setting):
     model, optim, state, _ = setting
-    grads = eqx.filter_grad(loss)(model, jnp.ones((2, 20)))
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(model, jnp.ones((2, 20)))
     with pytest.raises(ValueError, match=r"Got none for layers\.0\.weight. Differentiate with `eqq.filter_value"):
         optim.update(grads, state, model)
     with pytest.raises(ValueError, match="To freeze it, wrap the optimizer in `eqq.train_only`"):
@@ -135,7 +135,7 @@ def test_a_plain_optimizer_on_floats_alone(whole, setting):
     state = optim.init(floats)
     with pytest.raises(ValueError, match=r"must hold its codes.*`optim = eqq.float_masters\(optimizer\)`"):
         optim.update(grads, state, params)
-    updates, _ = optim.update(eqx.filter_grad(loss)(q, x), state, params)
+    updates, _ = optim.update(eqx.filter_jit(eqx.filter_grad(loss))(q, x), state, params)
     with pytest.raises(ValueError, match=r"Got none for layers\.0\.weight. Differentiate with `eqq.filter_value_and"):
         eqq.apply_updates(q, updates)
     moved = eqx.apply_updates(q, updates)  # floats alone

@@ -96,7 +96,7 @@ def test_both_operands_sharded(getkey, mesh):
 def test_gradients(getkey, mesh, format):
     q, x = eqq.quantize(weights(getkey(), (N, K)), format), weights(getkey(), (M, K))
     loss = lambda x, q: jnp.sum(jnp.sin(x @ q.T))
-    x_grad, q_grad = jax.grad(loss)(x, q), eqq.filter_grad(lambda q: loss(x, q))(q)
+    x_grad, q_grad = jax.jit(jax.grad(loss))(x, q), jax.jit(eqq.filter_grad(lambda q: loss(x, q)))(q)
     tangent = jax.jvp(lambda x: loss(x, q), (x,), (x,))[1]
     for on_x, on_q in ((P("data"), P("model")), (P("data", "model"), P(None, "model")), (P("data"), P("data"))):
         xs, qs = put(x, mesh, on_x), put(q, mesh, on_q)
@@ -170,9 +170,9 @@ def test_explicit_meshes(getkey, format):
             assert jax.typeof(y).sharding.spec == spec
             assert_close(y, expected)
         loss = lambda x, q: jnp.sum(jnp.sin(x @ q.T))
-        assert_close(jax.jit(jax.grad(loss))(xs, qs), jax.grad(loss)(x, q), tol=1e-4)
+        assert_close(jax.jit(jax.grad(loss))(xs, qs), jax.jit(jax.grad(loss))(x, q), tol=1e-4)
         grads = jax.jit(lambda q, x=xs: eqq.filter_grad(lambda q: loss(x, q))(q))(qs)
-        assert_close(grads, eqq.filter_grad(lambda q: loss(x, q))(q), tol=1e-4)
+        assert_close(grads, jax.jit(eqq.filter_grad(lambda q: loss(x, q)))(q), tol=1e-4)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -187,8 +187,12 @@ def test_inside_shard_map(getkey, mesh, format, check_vma):
         # Products of up to a hundred, of which XLA may add the parts in another order: their sine differs by 4e-5.
         assert_close(jax.jit(mapped)(x, q), f(x, q), tol=1e-4)
         loss = lambda x, q, mapped=mapped: jnp.sum(mapped(x, q) ** 2)
-        assert_close(jax.jit(jax.grad(loss))(x, q), jax.grad(whole)(x, q), tol=1e-4)
-        assert_close(eqq.filter_grad(lambda q: loss(x, q))(q), eqq.filter_grad(lambda q: whole(x, q))(q), tol=1e-4)
+        assert_close(jax.jit(jax.grad(loss))(x, q), jax.jit(jax.grad(whole))(x, q), tol=1e-4)
+        assert_close(
+            jax.jit(eqq.filter_grad(lambda q: loss(x, q)))(q),
+            jax.jit(eqq.filter_grad(lambda q: whole(x, q)))(q),
+            tol=1e-4,
+        )
     assert "quantized_matmul" in str(jax.make_jaxpr(mapped)(x, q))
 
 

@@ -289,7 +289,9 @@ def test_transformations(q, getkey):
     check(jax.vmap(jax.grad(loss, argnums=1), in_axes=(None, 0)), q, xs)
     check(jax.vmap(lambda w, x: w * x, in_axes=(0, None)), q, x)
     assert_close(eqq.quaxify(jax.jit(loss))(q, x), loss(q.dequantize(), x))
-    assert_close(jax.grad(eqq.quaxify(loss), argnums=1)(q, x), jax.grad(loss, argnums=1)(q.dequantize(), x))
+    assert_close(
+        jax.jit(jax.grad(eqq.quaxify(loss), argnums=1))(q, x), jax.jit(jax.grad(loss, argnums=1))(q.dequantize(), x)
+    )
     assert_close(jax.vmap(eqq.quaxify(lambda w, x: w @ x), (None, 0))(q, xs), xs @ q.dequantize().T)
 
 

@@ -93,7 +93,7 @@ def test_gradients(getkey, stack):
 
     dense = stack.dequantize()
     value, gradient = jax.jit(jax.value_and_grad(lambda x: run(stack, x, eqq.take_layer)))(x)
-    expected = jax.value_and_grad(lambda x: run(dense, x, lambda w, n: w[n]))(x)
+    expected = eqx.filter_jit(jax.value_and_grad(lambda x: run(dense, x, lambda w, n: w[n])))(x)
     close(value, expected[0])
     close(gradient, expected[1], 1e-4)
     tangent = jax.jvp(lambda x: run(stack, x, eqq.take_layer), (x,), (x,))[1]
@@ -103,7 +103,7 @@ def test_gradients(getkey, stack):
 def test_training(getkey):
     """Gradients of quantized weights reach the stack."""
     stack, x = eqq.quantize(weights(getkey(), (3, 8, 64)), "int8"), weights(getkey(), (64,))
-    gradient = eqq.filter_grad(lambda q: jnp.sum(eqq.take_layer(q, 1) @ x))(stack)
+    gradient = eqx.filter_jit(eqq.filter_grad(lambda q: jnp.sum(eqq.take_layer(q, 1) @ x)))(stack)
     close(gradient, jnp.zeros((3, 8, 64)).at[1].set(x))
 
 

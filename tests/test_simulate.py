@@ -60,7 +60,7 @@ def test_under_transformations(getkey):
     np.testing.assert_array_equal(np.asarray(jax.vmap(fake)(x)), np.asarray(each))
     scanned = lambda x: jax.lax.scan(lambda carry, row: (carry + fake(row).sum(), fake(row)), 0.0, x)
     np.testing.assert_array_equal(np.asarray(scanned(x)[1]), np.asarray(each))
-    np.testing.assert_array_equal(np.asarray(jax.grad(lambda x: scanned(x)[0])(x)), np.ones(x.shape))
+    np.testing.assert_array_equal(np.asarray(eqx.filter_jit(jax.grad(lambda x: scanned(x)[0]))(x)), np.ones(x.shape))
     for hessian in (jax.hessian, lambda f: jax.jacrev(jax.jacrev(f)), lambda f: jax.jacfwd(jax.jacfwd(f))):
         h = hessian(lambda v: jnp.sum(fake(v) ** 2) / 2)(x[0, 0])
         np.testing.assert_allclose(np.asarray(h), np.eye(64), atol=1e-6)
@@ -75,7 +75,9 @@ def test_stochastic(getkey):
 
 def find_clipped(x, format, **kwargs):
     """Where the gradient is zero."""
-    return np.asarray(jax.grad(lambda x: eqq.fake_quantize(x, format, clip=True, **kwargs).sum())(x)) == 0
+    return (
+        np.asarray(eqx.filter_jit(jax.grad(lambda x: eqq.fake_quantize(x, format, clip=True, **kwargs).sum()))(x)) == 0
+    )
 
 
 def test_clip_of_one_bit_and_of_ternary():
@@ -186,8 +188,8 @@ def test_trains_in_an_ordinary_loop(getkey):
 def test_gradient_of_a_simulated_model(getkey):
     model, x = mlp(getkey()), weights(getkey(), (7, 20))
     simulated = eqq.quantize_tree(model, "nf4", simulate=True)
-    grads = eqx.filter_grad(loss)(simulated, x)
-    dense = eqx.filter_grad(loss)(eqq.dequantize_tree(eqq.finalize(simulated)), x)
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(simulated, x)
+    dense = eqx.filter_jit(eqx.filter_grad(loss))(eqq.dequantize_tree(eqq.finalize(simulated)), x)
     for a, b in zip(grads.layers, dense.layers, strict=True):
         np.testing.assert_allclose(np.asarray(a.weight.master), np.asarray(b.weight), rtol=1e-4, atol=1e-6)
 
@@ -334,7 +336,7 @@ def test_gradients_of_learned_scales(getkey):
 
 def test_a_static_scale_passes_no_gradient_to_what_it_clips(getkey):
     w = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (3, 4)), "int8"), "int8", 0.01)
-    dx = jax.grad(lambda x: jnp.sum(w @ x))(jnp.asarray([0.5, -1.26, 1.4, -2.0]))
+    dx = eqx.filter_jit(jax.grad(lambda x: jnp.sum(w @ x)))(jnp.asarray([0.5, -1.26, 1.4, -2.0]))
     assert (dx[:2] != 0).all() and (dx[2:] == 0).all()
 
 

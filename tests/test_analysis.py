@@ -35,7 +35,7 @@ def test_small_magnitudes_do_not_underflow(getkey):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_analyze_error(name, getkey):
-    w = weights(getkey(), (24, 130))
+    w = weights(getkey(), (6, 200))
     q = eqq.quantize(w, FORMATS[name].format)
     error = analysis.analyze_error(w, q)
     a, b = np.asarray(w, np.float64), np.asarray(q.dequantize(), np.float64)

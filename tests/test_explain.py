@@ -97,11 +97,11 @@ def test_uses_inside_loops_and_branches():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format(format):
-    w = eqq.quantize(weights(jr.key(0), (8, 512)), FORMATS[format].format)
-    rows = eqq.explain(lambda w, x: w @ x, w, jnp.ones(512)).weights[0]
+    w = eqq.quantize(weights(jr.key(0), (6, 200)), FORMATS[format].format)
+    rows = eqq.explain(lambda w, x: w @ x, w, jnp.ones(200)).weights[0]
     assert rows.roles == ("packed",) and not rows.remedy
-    dense = eqq.explain(lambda w, x: jnp.einsum("oi,i->o", w, x), w, jnp.ones(512)).weights[0]
-    assert dense.roles == ("decoded", "multiplied") and dense.decoded_nbytes == 8 * 512 * 4
+    dense = eqq.explain(lambda w, x: jnp.einsum("oi,i->o", w, x), w, jnp.ones(200)).weights[0]
+    assert dense.roles == ("decoded", "multiplied") and dense.decoded_nbytes == 6 * 200 * 4
     looked_up = eqq.explain(lambda w, n: w[n] * 2, w, jnp.asarray(3)).weights[0]
     assert looked_up.roles == ("looked up",)
 

@@ -100,7 +100,7 @@ def test_another_process_reads_every_class(tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format(name):
-    q = eqq.quantize(weight(), FORMATS[name].format)
+    q = eqq.quantize(weights(jax.random.key(0), (6, 200)), FORMATS[name].format)
     exported = jax.export.deserialize(jax.export.export(jax.jit(lambda q: (q, q.dequantize())))(q).serialize())
     again, dense = exported.call(q)
     assert jax.tree.structure(again) == jax.tree.structure(q) and repr(again.format) == repr(q.format)

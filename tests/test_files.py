@@ -54,9 +54,9 @@ def skeleton(tree):
     "name", [pytest.param(n, marks=() if n in (*KINDS, "codebook") else pytest.mark.slow) for n in FORMATS]
 )
 def test_every_format(getkey, path, name):
-    tree = {"w": eqq.quantize(weights(getkey(), (6, 130)), FORMATS[name].format), "b": jnp.ones(6)}
+    tree = {"w": eqq.quantize(weights(getkey(), (6, 200)), FORMATS[name].format), "b": jnp.ones(6)}
     eqq.save(path, tree)
-    for like in (None, tree, skeleton(tree), {"w": jnp.zeros((6, 130)), "b": jnp.zeros(6)}):
+    for like in (None, tree, skeleton(tree), {"w": jnp.zeros((6, 200)), "b": jnp.zeros(6)}):
         assert_equal_trees(eqq.load(path, like), tree)
 
 

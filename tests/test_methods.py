@@ -364,7 +364,7 @@ def test_randomness_does_not_depend_on_chunks():
 
 @pytest.mark.long
 def test_encode_rows_by_hand(contract_row):
-    rows, format = heavy((6, 130)), contract_row.format
+    rows, format = heavy((6, 200)), contract_row.format
     if isinstance(format, AbstractVectorFormat):
         pytest.skip("rows are packed, and of unknown length")
     scale, zero_point = eqq.extend.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)

@@ -36,7 +36,7 @@ def reason(error):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_round_trip(getkey, name):
-    tree = {"w": eqq.quantize(weights(getkey(), (6, 128)), FORMATS[name].format), "b": jnp.ones(6), "n": 3}
+    tree = {"w": eqq.quantize(weights(getkey(), (6, 200)), FORMATS[name].format), "b": jnp.ones(6), "n": 3}
     like = eqx.filter_eval_shape(lambda: {**tree, "b": jnp.zeros(6)})
     for skeleton in (tree, like):
         loaded = load(save(tree), skeleton)

@@ -81,6 +81,8 @@ def pytest_collection_modifyitems(config, items):
     tests = collections.defaultdict(list)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
+        if every > 1 and "nightly" in marks:
+            continue
         tests[item.nodeid.partition("[")[0], "slow" in marks, "long" in marks].append(item)
     kept = set()
     for (name, slow, long), cases in tests.items():

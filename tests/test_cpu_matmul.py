@@ -364,7 +364,7 @@ def test_no_dense_weight(getkey):
 
 
 @needs_native
-@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=(pytest.mark.slow, pytest.mark.nightly))])
 def test_threads_at_once(getkey, seconds):
     """Products that share XLA's threads, called from eight threads, on four devices, small and large."""
     q = eqq.quantize(weights(getkey(), (600, 900)), "nf4")

@@ -375,7 +375,7 @@ def in_memory():
 
 
 # Ten thousand files, in parts that take less than a minute: reading GGUF compiles a program for many of them.
-PARTS = [pytest.param(250, seed, marks=pytest.mark.slow) for seed in range(40)]
+PARTS = [pytest.param(250, seed, marks=(pytest.mark.slow, pytest.mark.nightly)) for seed in range(40)]
 
 
 @pytest.mark.parametrize("count, seed", [(60, 60), *PARTS])

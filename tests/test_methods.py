@@ -387,38 +387,27 @@ def test_merging_and_planning_take_a_method():
 
 # NaN and infinity
 
-NOT_FINITE = [
-    pytest.param(
-        columns,
-        bad,
-        jit,
-        marks=() if (columns, bad, jit) in ((4096, np.nan, True), (64, np.inf, True)) else pytest.mark.slow,
-    )
-    for columns in (64, 4096)
-    for bad in (np.nan, np.inf, -np.inf)
-    for jit in (False, True)
-]
 
-
-@pytest.mark.parametrize("columns, bad, jit", NOT_FINITE)
-def test_nan_never_becomes_a_number(contract_row, columns, bad, jit):
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("columns", [64, 4096])
+def test_nan_never_becomes_a_number(contract_row, columns, jit):
     """Whatever shares the outermost scale of a NaN or an infinity is NaN; everything else is as without it."""
     format = contract_row.format
     w = np.array(weights(jr.key(0), (8, columns)), np.float32)
-    w[3, columns // 2 + 1] = bad
     spoil = lambda w: eqq.fake_quantize(w, format)
-    dense = np.asarray((jax.jit(spoil) if jit else spoil)(jnp.asarray(w)))
-    assert np.isnan(dense[3, columns // 2 + 1])
-    spoiled = np.isnan(dense)
-    assert np.isfinite(dense[~spoiled]).all()
+    spoil = jax.jit(spoil) if jit else spoil
     reach = _reach(format, columns)
-    expected = np.zeros_like(spoiled)
+    expected = np.zeros(w.shape, bool)
     if reach == "tensor":
         expected[:] = True
     else:
         first = (columns // 2 + 1) // reach * reach
         expected[3, first : first + reach] = True
-    np.testing.assert_array_equal(spoiled, expected)
+    for bad in (np.nan, np.inf, -np.inf):
+        w[3, columns // 2 + 1] = bad
+        dense = np.asarray(spoil(jnp.asarray(w)))
+        np.testing.assert_array_equal(np.isnan(dense), expected)
+        assert np.isfinite(dense[~expected]).all()
 
 
 def _reach(format, columns):

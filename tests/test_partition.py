@@ -29,12 +29,16 @@ def put(x, mesh, spec):
     return x.with_sharding(sharding) if eqq.is_quantized(x) else jax.device_put(x, sharding)
 
 
-def collectives(f, *args, **kwargs):
-    """The name, dtype and bytes of each transfer in the compiled program."""
-    text = jax.jit(f, **kwargs).lower(*args).compile().as_text()
+def compile(f, *args, **kwargs):
+    """The compiled program, and the name, dtype and bytes of each of its transfers."""
+    program = jax.jit(f, **kwargs).lower(*args).compile()
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = re.findall(rf"= (\w+)\[([\d,]*)\]\S* ({kinds})\(", text)
-    return [(kind, d, SIZES[d] * math.prod(int(n) for n in dims.split(",") if n)) for d, dims, kind in found]
+    found = re.findall(rf"= (\w+)\[([\d,]*)\]\S* ({kinds})\(", program.as_text())
+    return program, [(kind, d, SIZES[d] * math.prod(int(n) for n in dims.split(",") if n)) for d, dims, kind in found]
+
+
+def collectives(f, *args, **kwargs):
+    return compile(f, *args, **kwargs)[1]
 
 
 def product(x, q):
@@ -56,18 +60,18 @@ def test_tensor_parallel(getkey, mesh, format):
     # The partial sums meet, and nothing else.
     for spec in (P("data"), P("data", "model")):
         row = put(x, mesh, spec), put(q, mesh, P(None, "model"))
-        assert collectives(product, *row) == [("all-reduce", "f32", 4 * M // 2 * N)]
-        assert_close(product(*row), expected)
+        program, found = compile(product, *row)
+        assert found == [("all-reduce", "f32", 4 * M // 2 * N)]
+        assert_close(program(*row), expected)
 
 
 def test_the_sum_is_scattered_where_the_result_is_divided(getkey, mesh):
     q, x = eqq.quantize(weights(getkey(), (N, K)), "nf4"), weights(getkey(), (M, K))
     row = put(x, mesh, P("data", "model")), put(q, mesh, P(None, "model"))
     for spec, parts in ((P("data", "model"), 8), (P(("data", "model")), 8)):
-        f = jax.jit(product, out_shardings=NamedSharding(mesh, spec))
-        [(kind, _, nbytes)] = collectives(product, *row, out_shardings=NamedSharding(mesh, spec))
+        program, [(kind, _, nbytes)] = compile(product, *row, out_shardings=NamedSharding(mesh, spec))
         assert kind == "reduce-scatter" and nbytes == 4 * M * N // parts
-        assert_close(f(*row), product(x, q))
+        assert_close(program(*row), product(x, q))
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
@@ -77,11 +81,11 @@ def test_fully_sharded_gathers_packed_weights(getkey, mesh, format, spec):
     q, x = eqq.quantize(weights(getkey(), (N, K)), format), weights(getkey(), (2048, K))
     sharded = put(x, mesh, P("data")), put(q, mesh, spec)
     where = NamedSharding(mesh, P("data"))
-    found = collectives(product, *sharded, out_shardings=where)
+    program, found = compile(product, *sharded, out_shardings=where)
     assert found and {kind for kind, _, _ in found} == {"all-gather"}
     assert sum(nbytes for *_, nbytes in found) <= q.nbytes
     assert ("all-gather", "u8", q.codes.nbytes) in found
-    assert_close(jax.jit(product, out_shardings=where)(*sharded), product(x, q))
+    assert_close(program(*sharded), product(x, q))
 
 
 def test_both_operands_sharded(getkey, mesh):
@@ -115,8 +119,9 @@ def test_scales_of_scales_that_cover_more_than_one_device(getkey, mesh):
     x = weights(getkey(), (2, 448 * 64))
     assert q.scale_bits.scale_bits.shape == (8, 2)
     row = put(x, mesh, P(None, "model")), put(q, mesh, P(None, "model"))
-    assert [kind for kind, *_ in collectives(product, *row)] == ["all-reduce"]
-    assert_close(product(*row), product(x, q))
+    program, found = compile(product, *row)
+    assert [kind for kind, *_ in found] == ["all-reduce"]
+    assert_close(program(*row), product(x, q))
 
 
 def test_parts_that_would_end_within_a_block_are_gathered(getkey, mesh):

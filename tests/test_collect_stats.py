@@ -244,7 +244,7 @@ def test_how_outputs_depend_on_lookups():
 
 
 def test_lookups_count_for_methods():
-    weights = {"table": normal(20, 32), "mix": normal(32, 32, seed=1) * jnp.exp(2 * normal(1, 32, seed=2))}
+    weights = {"table": normal(20, 32), "mix": normal(32, 32, seed=3) * jnp.exp(2 * normal(1, 32, seed=4))}
     data = [jnp.arange(20)] * 8  # more gradients than features
     apply = lambda m, i: jnp.tanh(m["table"][i] @ m["mix"].T / 32)
     known = collect_stats(weights, data, apply=apply, gram=True, lookups=True)

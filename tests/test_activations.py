@@ -242,6 +242,7 @@ def test_nan_and_infinity_in_rows(getkey, x_format, static):
     assert np.isnan(y[:2]).all() and (y[2] == 0).all() and np.isfinite(y[3]).all()
 
 
+@pytest.mark.long
 def test_complex_operands(getkey):
     """Their real and imaginary parts are quantized apart."""
     q, x = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8"), weights(getkey(), (2, 4, 32))

@@ -79,6 +79,7 @@ def test_bad_activations(getkey, model):
     assert "conv_general_dilated" in str(jax.make_jaxpr(eqq.quaxify(conv))(jnp.ones((3, 16, 16))))
 
 
+@pytest.mark.long
 def test_a_model_that_is_quantized_already(getkey, model):
     x, tree = weights(getkey(), (16, 32)), {"mlp": model, "table": eqx.nn.Embedding(16, 32, key=getkey())}
     stats = eqq.calibrate.collect_stats(tree, [x], gram=True, apply=lambda m, x: jax.vmap(m["mlp"])(x))

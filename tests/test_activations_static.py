@@ -57,6 +57,7 @@ def test_static_scales(getkey, model, calibrator):
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.long
 def test_static_scales_of_a_stack(getkey):
     make = eqx.filter_vmap(lambda key: eqx.nn.Linear(32, 32, key=key))
     layers, x = make(jr.split(getkey(), 3)), weights(getkey(), (8, 32))
@@ -158,6 +159,7 @@ def test_each_layer_of_a_stack_multiplies_its_operand(getkey):
         w @ weights(getkey(), (2, 32, 5))
 
 
+@pytest.mark.long
 def test_unreached_layers_are_an_error(getkey):
     """An expert that the gate never chose gets the range of the others."""
     model, x = {"experts": weights(getkey(), (3, 8, 32))}, weights(getkey(), (16, 32))

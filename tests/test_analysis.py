@@ -85,6 +85,7 @@ def test_kinds_of_arrays(kind, getkey):
     close(run_benchmark(w, eqq.Int4(block_size=None)).error.mse, error.mse, 1e-9)
 
 
+@pytest.mark.long
 def test_compare_formats():
     report = analysis.compare_formats(reference.lcg_gaussian(1024, seed=42))
     assert report.best_by_sqnr.format.bits == report.best_by_mse.format.bits == 8

@@ -454,6 +454,7 @@ def test_mlx_affine(tmp_path, bits):
     assert "modes affine, mxfp4" in eqq.io.open(tmp_path).rows[0].problem
 
 
+@pytest.mark.long
 def test_files_written_by_mlx():
     checkpoint, expected = eqq.io.open(GOLDEN / "mlx"), np.load(GOLDEN / "mlx" / "expected.npz")
     assert checkpoint.dialect == "mlx" and len(checkpoint) == len(expected) == 11
@@ -579,6 +580,7 @@ def act_order_file(path, length=128, out=32, groups=4, seed=0):
     return write(path, tensors, quant_method="gptq"), (s[group] * (q - z[group]).astype(np.float16)).T
 
 
+@pytest.mark.long
 def test_act_order(tmp_path):
     checkpoint, expected = act_order_file(tmp_path)
     w = checkpoint["l.weight"]
@@ -606,6 +608,7 @@ def test_act_order(tmp_path):
         np.testing.assert_allclose(y @ w, y @ dense, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.long
 def test_act_order_under_transformations_and_in_files(tmp_path):
     first, _ = act_order_file(tmp_path)
     second, _ = act_order_file(tmp_path, seed=1)

@@ -140,6 +140,7 @@ def test_a_quantized_checkpoint_is_quantized_again(run, checkpoint, tmp_path):
     assert eqx.tree_equal(loaded["layers"]["0"]["proj"]["weight"], eqq.quantize(once, "nf4"))
 
 
+@pytest.mark.long
 def test_budget(run, checkpoint, tmp_path):
     plan = json.loads(run("plan", checkpoint, "--budget", 4.0, "--json"))
     assert 2.5 < plan["bits"] <= 4.0
@@ -167,6 +168,7 @@ def test_a_budget_in_the_layouts_of_others(run, checkpoint, tmp_path, to, budget
     assert quantized and 8 * sum(row.nbytes for row in quantized) <= budget * 64 * 64 + 1e4  # and small tables
 
 
+@pytest.mark.long
 def test_a_budget_takes_a_method(run, alike, tmp_path):
     for method in ("mse", "hqq"):
         out = tmp_path / f"{method}.safetensors"
@@ -177,6 +179,7 @@ def test_a_budget_takes_a_method(run, alike, tmp_path):
     assert plan["increase"] < json.loads(run("plan", alike, "--budget", 4.2, "--json"))["increase"]
 
 
+@pytest.mark.long
 def test_a_budget_is_for_every_weight(run, tmp_path):
     weights = {"odd.weight": np.ones((8, 272)), "even.weight": np.random.default_rng(0).normal(size=(8, 256))}
     save_file({name: w.astype(np.float32) for name, w in weights.items()}, tmp_path / "model.safetensors")
@@ -189,6 +192,7 @@ def test_a_budget_is_for_every_weight(run, tmp_path):
     assert rows["odd.weight"].format is None and 8 * rows["even.weight"].nbytes <= 4.6 * 8 * 256
 
 
+@pytest.mark.long
 def test_a_budget_knows_roles_of_skipped_weights(run, tmp_path):
     """A table of tokens is the head too only if there is no head, and `--skip` does not take the head away."""
     rng = np.random.default_rng(0)
@@ -302,6 +306,7 @@ def test_bench(run):
         assert "--rows" in run("bench", "--size", 64, "--rows", rows, code=2)
 
 
+@pytest.mark.long
 def test_report(run, checkpoint, tmp_path):
     run("report", checkpoint, "-o", tmp_path / "out.html", "--format", "int4(32)")
     page = (tmp_path / "out.html").read_text()

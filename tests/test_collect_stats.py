@@ -122,6 +122,7 @@ def test_the_patches_of_a_convolution():
     check(collect_stats(grouped, data, gram=True)["weight"], rows)
 
 
+@pytest.mark.long
 def test_a_network_of_convolutions():
     model = eqx.nn.Sequential(
         [
@@ -243,6 +244,7 @@ def test_how_outputs_depend_on_lookups():
     assert collect_stats(model, data, lookups=True)["embedding.weight"].gram is None
 
 
+@pytest.mark.long
 def test_lookups_count_for_methods():
     weights = {"table": normal(20, 32), "mix": normal(32, 32, seed=3) * jnp.exp(2 * normal(1, 32, seed=4))}
     data = [jnp.arange(20)] * 8  # more gradients than features

@@ -328,6 +328,7 @@ def test_a_file_has_no_activations(source, tmp_path):
     assert not (tmp_path / "out.safetensors").exists()
 
 
+@pytest.mark.long
 def test_gguf_keeps_its_tokenizer(tmp_path):
     golden_gguf(tmp_path / "golden.gguf")
     golden = eqq.io.open(tmp_path / "golden.gguf")

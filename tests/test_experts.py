@@ -47,6 +47,7 @@ def test_ragged_dot(getkey, name, axis):
     close(weight_grad, jax.jit(jax.grad(loss(lax.ragged_dot), 1))(x, w.dequantize()))
 
 
+@pytest.mark.long
 def test_other_layouts(getkey):
     """Any axis may be contracted and ragged; a sum over ragged rows is dense."""
     w, sizes = eqq.quantize(weights(getkey(), (48, 3, 64)), "nf4"), jnp.array([2, 3, 4])
@@ -142,6 +143,7 @@ def test_experts_that_saw_few_inputs(getkey, name):
         assert error(eqq.quantize_tree({"w": w}, "int4", method=gptq)["w"]) < 0.8 * error(own)
 
 
+@pytest.mark.long
 def test_static_activations_of_experts_without_inputs(getkey):
     w, x = weights(getkey(), (3, 32, 64)), weights(getkey(), (20, 64))
     run = lambda w, x: lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), jnp.array([11, 0, 9]))

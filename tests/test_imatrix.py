@@ -52,6 +52,7 @@ def test_binary(tmp_path):
             np.testing.assert_array_equal(squares, SQUARES)
 
 
+@pytest.mark.long
 def test_weighs_errors(tmp_path, getkey):
     squares = np.random.default_rng(0).exponential(size=256).astype(np.float32) ** 2
     (tmp_path / "i.dat").write_bytes(binary((b"blk.0.up.weight", 1, squares)))

@@ -244,6 +244,7 @@ def test_training(model, xs):
     close(run(simulated, xs), run(done, xs))
 
 
+@pytest.mark.long
 def test_low_rank_factors(model, xs):
     q = eqq.quantize_tree(eqq.transforms.rotate(model), "int4")
     adapted = eqq.loraify(q, rank=2, key=jr.key(2))

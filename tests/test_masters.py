@@ -131,6 +131,7 @@ def test_dtype_of_masters(getkey):
         eqq.float_masters(optax.sgd(0.1), dtype=jnp.int32)
 
 
+@pytest.mark.long
 def test_convolutions_embeddings_and_other_axes(getkey):
     keys = jr.split(getkey(), 3)
     tree = {
@@ -313,6 +314,7 @@ def test_stochastic_rounding_is_new_at_every_step_and_reproducible(getkey):
 # State
 
 
+@pytest.mark.long
 def test_training_resumes_from_a_saved_state(getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), "nf4"), weights(getkey(), (8, 20))
     optim = eqq.float_masters(optax.adam(lr), key=getkey())

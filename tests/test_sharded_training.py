@@ -85,6 +85,7 @@ def test_qat(model, batch):
     )
 
 
+@pytest.mark.long
 def test_masters_sharded_over_more_axes(model, batch):
     # As in ZeRO: the masters, and so the moments, are divided by both axes of the mesh.
     q, batch = shard_model(model, batch)

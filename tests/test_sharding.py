@@ -85,6 +85,7 @@ def collectives(f, *args):
     return re.findall(rf"= (\S+?)(?:\{{\S*)? ({kinds})\(", text)
 
 
+@pytest.mark.long
 def test_quantizing_gathers_nothing(getkey):
     mesh, w = make_mesh(), weights(getkey(), (64, 1024))
     for spec in (P("model"), P(None, "model"), P("data", "model")):

@@ -247,6 +247,7 @@ def test_dtype_of_the_model_and_of_the_master(getkey):
     assert eqq.finalize(simulated).layers[0].weight.dtype == jnp.bfloat16
 
 
+@pytest.mark.long
 def test_stacked_layers_in_a_scan(getkey):
     stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(jr.split(getkey(), 3))
     simulated = eqq.quantize_tree(stack, "nf4", simulate=True)

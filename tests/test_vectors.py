@@ -115,6 +115,7 @@ def test_the_nearest_vector(name):
     assert {*np.unique(found)} <= {*format.levels}
 
 
+@pytest.mark.long
 @one
 def test_methods(name, getkey):
     w, format = weights(getkey(), (8, 512)), FORMATS[name].format
@@ -130,6 +131,7 @@ def test_methods(name, getkey):
         eqq.quantize_tree({"layer": w}, format, method=eqq.GPTQ({"layer": jnp.eye(512)}))
 
 
+@pytest.mark.long
 @one
 def test_weights_of_columns(name, getkey):
     w, format = weights(getkey(), (16, 512)), FORMATS[name].format

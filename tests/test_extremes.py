@@ -101,10 +101,13 @@ def test_small_blocks_next_to_large_ones_keep_their_values(name):
 
 
 EMPTY = [(4, 0), (0, 8), (2, 0, 64), (0,), (3, 0, 0)]
+EMPTY_CASES = [
+    pytest.param(name, method, marks=() if method == "absmax" or name in KINDS else pytest.mark.slow)
+    for name, method in it.product(FORMATS, METHODS)
+]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name, method", EMPTY_CASES)
 def test_empty_arrays(name, method):
     if name in VECTORS and method in ("gptq", "learned"):
         pytest.skip("it rounds value by value")

@@ -27,6 +27,10 @@ from eqquant.reference import integer_format
 from .helpers import arrays, FORMATS, KINDS, loss, mlp, weights
 
 
+def deep_mlp(key):
+    return eqx.nn.MLP(20, 3, 40, 2, key=key)
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "model.safetensors"
@@ -388,10 +392,10 @@ def test_formats_defined_by_users(getkey, path, monkeypatch):
 def test_shardings(getkey, path):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     on = lambda *spec: NamedSharding(mesh, P(*spec))
-    model = eqq.quantize_tree(mlp(getkey()), {"layers.1.*": eqq.NF4(double_quant=True)})
+    model = eqq.quantize_tree(deep_mlp(getkey()), {"layers.1.*": eqq.NF4(double_quant=True)})
     eqq.save(path, model)
     rules = {"layers.1.weight": on("x", None), "*": on()}
-    sharded = eqq.quantize_tree(mlp(getkey()), {"layers.1.*": eqq.NF4(double_quant=True)}, shardings=rules)
+    sharded = eqq.quantize_tree(deep_mlp(getkey()), {"layers.1.*": eqq.NF4(double_quant=True)}, shardings=rules)
     placed = jtu.tree_map(lambda x: x.sharding, arrays(sharded))
     by_rules = eqq.load(path, eqx.filter_eval_shape(lambda: model), shardings=rules)
     by_template = eqq.load(path, sharded)
@@ -463,7 +467,7 @@ def test_the_code_of_the_page_runs():
 
 
 def test_shards(getkey, tmp_path):
-    model = eqq.quantize_tree(mlp(getkey()), "int8")
+    model = eqq.quantize_tree(deep_mlp(getkey()), "int8")
     folder = tmp_path / "model"
     for nbytes in (1, 1500, 10**9):
         eqq.save(folder, model, shard_nbytes=nbytes)

@@ -177,6 +177,7 @@ def test_each_block_is_searched_independently(rule, format):
     close(dense[:, 128:], np.asarray(quantize(w[:, 128:]).dequantize()))
 
 
+@pytest.mark.long
 def test_transformations(rule):
     w, quantize = heavy((3, 8, 70)), ft.partial(eqq.quantize, format="int4", method=METHODS[rule])
     one = quantize(w[1])
@@ -367,11 +368,17 @@ def test_encode_rows_by_hand(contract_row):
     rows, format = heavy((6, 200)), contract_row.format
     if isinstance(format, AbstractVectorFormat):
         pytest.skip("rows are packed, and of unknown length")
-    scale, zero_point = eqq.extend.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
-    encoded = eqq.extend.encode_rows(rows, scale, zero_point, format)
+
+    @jax.jit
+    def by_hand(rows):
+        scale, zero_point = eqq.extend.choose_by_blocks(eqq.AbsMax().choose_scales, rows, format)
+        encoded = eqq.extend.encode_rows(rows, scale, zero_point, format)
+        return encoded.codes, eqq.extend.decode_rows(encoded, format)
+
+    codes, decoded = by_hand(rows)
     q = eqq.quantize(rows, format)
-    np.testing.assert_array_equal(eqq.unpack(q), encoded.codes)
-    np.testing.assert_array_equal(eqq.extend.decode_rows(encoded, format), q.dequantize())
+    np.testing.assert_array_equal(eqq.unpack(q), codes)
+    np.testing.assert_array_equal(decoded, q.dequantize())
 
 
 @pytest.mark.filterwarnings("ignore:Rounding keeps")
@@ -456,9 +463,10 @@ def test_the_largest_float32_stays_finite(contract_row):
 @pytest.mark.parametrize("shape", mark_slow(3, [((5, 3, 130),), ((37, 130),), ((7, 1),)]))
 def test_chunks_never_change_the_result(contract_row, shape):
     rows, format = weights(jr.key(0), shape), contract_row.format
-    whole = eqq.AbsMax().quantize_rows(rows, format)
+    quantize = jax.jit(lambda rows, chunk: eqq.AbsMax().quantize_rows(rows, format, chunk=chunk), static_argnums=1)
+    whole = quantize(rows, None)
     for chunk in (1, 4):
-        parts = eqq.AbsMax().quantize_rows(rows, format, chunk=chunk)
+        parts = quantize(rows, chunk)
         # A mean magnitude is a sum, which XLA may take in another order.
         same = (
             np.testing.assert_allclose

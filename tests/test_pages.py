@@ -55,6 +55,7 @@ def test_the_code_of_every_page_is_tested():
         assert page in (ROOT / "tests" / file).read_text()
 
 
+@pytest.mark.long
 def test_works_with(capsys):
     q = run("works_with.md")["q"]
     assert q.layers[0].weight.format == eqq.Int4() and "packed" in capsys.readouterr().out
@@ -68,6 +69,7 @@ def test_index(capsys):
     assert "layers.0.weight" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     eqq.io.write("model.gguf", {"w": eqq.quantize(jnp.ones((32, 32)), "q4_0")}, "gguf")
@@ -110,6 +112,7 @@ def test_transforms():
     assert "model" in run("transforms.md", SLOW)
 
 
+@pytest.mark.long
 def test_ranges(capsys):
     names = run("ranges.md")
     assert names["q"].shape == (32, 768) and names["q"].format == eqq.Int8()
@@ -117,6 +120,7 @@ def test_ranges(capsys):
     assert "layers.0.weight" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_mixed_precision(monkeypatch, capsys):
     # All formats, which take long to compile, have tests of their own.
     compare = eqq.analysis.compare_formats
@@ -147,17 +151,20 @@ def test_the_figures_of_mixed_precision():
     assert shown in (DOCS / "mixed_precision.md").read_text()
 
 
+@pytest.mark.long
 def test_activations():
     q = run("activations.md", SLOW)["q"]
     assert q.layers[0].weight.scale.shape == ()  # static
 
 
+@pytest.mark.long
 def test_training():
     names = run("training.md", SLOW)
     assert np.isfinite(names["loss"]) and not eqq.is_quantized(names["grads"].layers[-1].weight)
     assert eqq.tree_nbytes(names["moments"]) < 3 / 4 * eqq.tree_nbytes(names["float_model"])  # 8 in float
 
 
+@pytest.mark.long
 def test_low_precision():
     assert np.isfinite(run("low_precision.md")["y"]).all()
 

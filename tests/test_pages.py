@@ -69,7 +69,6 @@ def test_index(capsys):
     assert "layers.0.weight" in capsys.readouterr().out
 
 
-@pytest.mark.long
 def test_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     eqq.io.write("model.gguf", {"w": eqq.quantize(jnp.ones((32, 32)), "q4_0")}, "gguf")

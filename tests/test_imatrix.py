@@ -5,7 +5,6 @@ import struct
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 import pytest
 
@@ -119,7 +118,7 @@ def test_written_statistics_are_read_back(tmp_path, getkey):
             return self.up @ (self.experts[0] @ x + self.experts[1, 0, 0] + self.table[0, 0])
 
     model = Model(weights(getkey(), (2, 8, 16)), weights(getkey(), (4, 4)), weights(getkey(), (4, 8)))
-    stats = collect(model, jr.normal(getkey(), (20, 16)))
+    stats = collect(model, weights(getkey(), (20, 16)))
     names = {"experts": "blk.0.ffn_up_exps.weight", "table": "token_embd.weight", "up": "output.weight"}
     path = tmp_path / "i.gguf"
     eqq.io.write(path, stats, "imatrix", names=names, metadata={"imatrix.datasets": ["a", "b"]})

@@ -135,6 +135,7 @@ def test_not_finite(operands, format, bad):
 # Where magnitudes come from
 
 
+@pytest.mark.long
 def test_amax_covers_all_examples(operands):
     """Where JAX sums the gradients of examples: under `vmap`, of a gradient too, and in functions with rules."""
     x, w, dy = operands
@@ -157,6 +158,7 @@ def test_amax_covers_all_examples(operands):
     np.testing.assert_array_equal(each_example, np.broadcast_to(expected, (20, 3)))
 
 
+@pytest.mark.long
 def test_each_model_has_its_own_amax(operands):
     """An ensemble, and a stack of layers in a `scan`, with `jax.checkpoint` and without."""
     x, _, _ = operands

@@ -167,6 +167,7 @@ def test_sampling(generate):
         assert [set(row) for row in np.reshape(new, (2, 200)).tolist()] == sets
 
 
+@pytest.mark.long
 def test_the_command(generate, tmp_path, capsys):
     write_checkpoint("llama", tmp_path, eos_token_id=[2, 3])
     folder = str(tmp_path)
@@ -195,6 +196,7 @@ def test_the_command(generate, tmp_path, capsys):
         assert str(e.value.code).startswith("Error: ")
 
 
+@pytest.mark.long
 def test_a_folder_of_ours_is_read(generate, tmp_path, capsys):
     from eqquant_cli.main import main
 

@@ -11,7 +11,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_same, FORMATS, KINDS, outputs, primitives, SWEPT_FORMATS, weights
+from .helpers import assert_same, FORMATS, KINDS, primitives, SWEPT_FORMATS, weights
 
 
 OPTIMIZED = True  # programs are compared bit for bit
@@ -157,7 +157,7 @@ def test_simulated_model_equals_its_final_one(name, getkey):
         assert_same(b.weight, eqq.quantize(w.weight, format))
         assert jnp.all(a.weight.master == w.weight)
         np.testing.assert_array_equal(np.asarray(a.weight), np.asarray(b.weight))
-    np.testing.assert_array_equal(np.asarray(outputs(simulated, x)), np.asarray(outputs(final, x)))
+    np.testing.assert_array_equal(np.asarray(jax.vmap(simulated)(x)), np.asarray(jax.vmap(final)(x)))
 
 
 @pytest.mark.long

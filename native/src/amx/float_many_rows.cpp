@@ -98,7 +98,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.rows = min64(round_up(min64(rows, p.n), kRows), kUnitRows);
   d.chunks = div_up(p.n, d.rows);
   d.together = d.panels > 1 && d.parts > 1 ? d.rows / kRows : 1;
-  d.spare = spare_of(avx512vbmi::kMatmul, p, d.rows);
+  d.spare = spare_of(select_kernel(&avx512vbmi::kMatmul, p), p, d.rows);
   out->parts = p.batch * d.panels * d.parts;
   out->shared_bytes = x_at(p, d) + p.batch * d.panels * d.packed;
   out->units = p.batch * d.row_blocks * d.chunks;
@@ -212,8 +212,8 @@ void run(const Problem* problem, const Plan* plan, const void* memory, void* min
   finish(p, pending);
   _tile_release();
   const auto odd = [&](int64_t n) { return (u.odd[n / kRows] >> n % kRows & 1) != 0; };
-  for (int64_t j = 0; j < panels; ++j)
-    multiply_unusual(avx512vbmi::kMatmul, p, e, j, ordinary[j], odd, own + room.spare);
+  const MatmulKernel& other = select_kernel(&avx512vbmi::kMatmul, p);
+  for (int64_t j = 0; j < panels; ++j) multiply_unusual(other, p, e, j, ordinary[j], odd, own + room.spare);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #define EQQ_INLINE static inline __attribute__((always_inline))
+#define EQQ_NOINLINE static __attribute__((noinline))
 
 namespace {
 

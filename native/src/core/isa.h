@@ -41,6 +41,12 @@ typedef struct MatmulKernel {
   const struct MatmulKernel* fallback = nullptr;  // the kernel that is asked next if not
 } MatmulKernel;
 
+// The first kernel that accepts a problem, of this one and its fallbacks.
+EQQ_INLINE const MatmulKernel& select_kernel(const MatmulKernel* kernel, const Problem& problem) {
+  while (kernel->accepts != nullptr && !kernel->accepts(&problem)) kernel = kernel->fallback;
+  return *kernel;
+}
+
 // The kernels of an instruction set. A further kind of kernel is a further struct of functions and a further pointer
 // here.
 typedef struct Isa {

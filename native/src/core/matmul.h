@@ -74,12 +74,6 @@ void run_units(Pool& pool, int64_t units, int64_t workers, const Work& work) {
   }
 }
 
-// The first kernel that accepts a problem, of this one and its fallbacks.
-inline const MatmulKernel& select_kernel(const MatmulKernel* kernel, const Problem& problem) {
-  while (kernel->accepts != nullptr && !kernel->accepts(&problem)) kernel = kernel->fallback;
-  return *kernel;
-}
-
 // The kernel for operands that another one packed but does not accept, or null.
 template <typename Kernel, typename Task>
 const Kernel* fallback_after_packing(const Kernel&, const Task&, const Plan&, const void*) {
@@ -195,7 +189,7 @@ bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   while (packed != nullptr && !packed->accepts(&problem)) packed = packed->fallback;
   if (packed != nullptr) return run_whole(*packed, problem, pool, threads);
   const Slabs slabs(problem, threads);
-  const Problem seen = slabs.needed() ? slabs.slab(problem, 0, 0, &problem) : problem;  // by kernels
+  const Problem seen = slabs.seen(problem);
   Problem all = seen;
   if (!problem.transpose) all.n = problem.n;  // packed x meets all slabs
   const MatmulKernel& kernel = select_kernel(isa.matmul, all);
@@ -227,5 +221,6 @@ template <typename Pool>
 bool run_decode(const Isa& isa, const Problem& problem, Pool& pool, int64_t threads) {
   if (problem.batch == 0 || problem.n == 0 || problem.k == 0) return true;
   threads = useful_threads(problem, threads);
-  return run_kernel(Slabs(problem, threads), isa, *isa.decode, problem, pool, threads);
+  const Slabs slabs(problem, threads);
+  return run_kernel(slabs, isa, select_kernel(isa.decode, slabs.seen(problem)), problem, pool, threads);
 }

@@ -24,11 +24,13 @@
 //   byte_codes<bits>(a, plane), byte_table(p), lookup_bytes(table, codes)     of bytes, if `kInRegisters`
 //
 // Packed codes
-//   codes(p)              `Codes`: L integers of 32 bits from 4 L bytes;  shift<n>(c)   to the right
+//   codes(p)              `Codes`: L integers of 32 bits from 4 L bytes;  shift<n>(c), shift(c, n)   to the right
 //   table(p)              `Table`: sixteen floats;  lookup(t, c) reads the low four bits of each lane
 //   scale(t, s), offset(t, z)    a table times s, and less z
 //   decode64<bytes>(p, planes, f)    if `kTablesOfBytes`: f[0] to f[64 / L - 1] from 64 bytes, by the upper 2 or all 4
 //                         bytes of a table of 256 floats, of which `planes` holds one after the other
+//   accepts(problem)      whether a weight is of the kinds that the set has products of floats for, or null for all;
+//                         `kOtherMatmul` and `kOtherDecode` take the rest
 //
 // Choices for its registers and its speed
 //   kTileRows, kTileRows1, kWideRows  rows of a tile of results of two vectors, of one, and of four
@@ -58,6 +60,8 @@ namespace {
 struct SimdBase {
   static constexpr bool kTablesOfBytes = false, kSumsRows = false, kFusesFew = false, kLooksUpBytes = false;
   static constexpr bool kInRegisters = false, kPacks = false;
+  static constexpr bool (*accepts)(const Problem*) = nullptr;
+  static constexpr const MatmulKernel *kOtherMatmul = nullptr, *kOtherDecode = nullptr;
   static constexpr int kBias = 0;
   static constexpr int kFusedGroup = 1, kFusedRows = 1, kDirectRows = 2, kMixedRows = 1;
 

@@ -81,6 +81,7 @@ struct Simd : SimdBase {
   EQQ_INLINE Codes shift(Codes a) {
     return n == 0 ? a : _mm256_srli_epi32(a, n);
   }
+  EQQ_INLINE Codes shift(Codes a, int n) { return _mm256_srlv_epi32(a, _mm256_set1_epi32(n)); }
   EQQ_INLINE Table table(const float* p) { return {load(p), load(p + 8)}; }
   EQQ_INLINE F lookup(const Table& t, Codes a) {
     const F top = _mm256_castsi256_ps(_mm256_slli_epi32(a, 28));

@@ -86,6 +86,7 @@ struct Simd : SimdBase {
   EQQ_INLINE Codes shift(Codes a) {
     return n == 0 ? a : _mm512_srli_epi32(a, n);
   }
+  EQQ_INLINE Codes shift(Codes a, int n) { return _mm512_srlv_epi32(a, broadcast_int(n)); }
   EQQ_INLINE Table table(const float* p) { return load(p); }
   EQQ_INLINE F lookup(const Table& t, Codes a) { return _mm512_permutexvar_ps(a, t); }
   EQQ_INLINE Table scale(const Table& t, F s) { return mul(t, s); }

@@ -1,6 +1,6 @@
 // AVX-512 with VNNI and VBMI. Its permutations of bytes look up 64 codes of eight bits in two halves of 128, one byte
 // of the floats after the other; a float of eight bits needs two, since it is exact in bfloat16. Gathering takes ten
-// times as long.
+// times as long. All else is as in AVX-512.
 #pragma once
 
 #include "core/simd_avx512.h"
@@ -10,6 +10,8 @@ namespace {
 
 struct Simd : avx512::Simd {
   static constexpr bool kTablesOfBytes = true;
+  static bool accepts(const Problem* p) { return p->bits == 8 && p->values != kValueInteger; }
+  static constexpr const MatmulKernel *kOtherMatmul = &avx512::kMatmul, *kOtherDecode = &avx512::kDecode;
 
   EQQ_INLINE I look_up(I codes, __mmask64 upper, const uint8_t* table) {
     const I low = _mm512_permutex2var_epi8(load_int(table), codes, load_int(table + 64));

@@ -68,6 +68,8 @@ struct Simd : SimdBase {
   // The bytes of a lane are numbered from the low end.
   EQQ_INLINE Codes codes(const uint8_t* p) {
     Codes a;
+    memcpy(&a, p, sizeof a);
+    if (__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__) return a;
     for (int i = 0; i < L; ++i)
       a[i] = p[4 * i] | static_cast<uint32_t>(p[4 * i + 1]) << 8 | static_cast<uint32_t>(p[4 * i + 2]) << 16 |
              static_cast<uint32_t>(p[4 * i + 3]) << 24;
@@ -77,6 +79,7 @@ struct Simd : SimdBase {
   EQQ_INLINE Codes shift(Codes a) {
     return a >> n;
   }
+  EQQ_INLINE Codes shift(Codes a, int n) { return a >> static_cast<uint32_t>(n); }
   EQQ_INLINE Table table(const float* p) {
     Table t;
     memcpy(t.values, p, sizeof t.values);

@@ -59,6 +59,7 @@ struct Simd : SimdBase {
   EQQ_INLINE Shifted<n> shift(Codes a) {
     return {a};
   }
+  EQQ_INLINE Codes shift(Codes a, int n) { return vshlq_u8(a, vdupq_n_s8(static_cast<int8_t>(-n))); }
   EQQ_INLINE Table split(F a, F b, F c, F d) {
     const uint16x8_t ab = vreinterpretq_u16_f32(a), low = vuzp1q_u16(ab, vreinterpretq_u16_f32(b));
     const uint16x8_t high = vuzp2q_u16(ab, vreinterpretq_u16_f32(b)), cd = vreinterpretq_u16_f32(c);

@@ -73,8 +73,9 @@ struct Decode {
   // Scales
   //
 
-  // Decodes the scales of blocks `first` to `last` of a row.
-  static void decode_scales(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
+  // Decodes the scales of blocks `first` to `last` of a row. Kernels for all kinds of codes share this and
+  // `row_scales`: a copy in each would be half of the library, and takes as long to compile.
+  EQQ_NOINLINE void decode_scales(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
     const int64_t count = last - first, at = row * p.blocks + first;
     const F factor = V::broadcast(p.row_scale ? p.row_scale[row] : 1.0f);
     const int64_t size = scale_bytes(p.scale_kind);
@@ -124,8 +125,8 @@ struct Decode {
     return div_up((s.mode == kOneScale ? 1 : max64(blocks, 1) + grains) + 16, 16) * 16;
   }
 
-  EQQ_INLINE RowScales row_scales(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last,
-                                  float* scratch) {
+  EQQ_NOINLINE RowScales row_scales(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last,
+                                    float* scratch) {
     RowScales r;
     const int64_t room = scale_room(p, s, last - first);
     r.scale = one_kind<false>(p, s, row, first, last, scratch);
@@ -181,7 +182,7 @@ struct Decode {
   // Decodes a vector of codes of eight bits, which are in logical order.
   template <int kValues>
   EQQ_INLINE F decode_bytes(const uint8_t* p, const float* table, F offset) {
-    if (V::kLooksUpBytes) return V::bytes256(p, table);
+    if (V::kLooksUpBytes || V::kTablesOfBytes) return V::bytes256(p, table);
     if (kValues == kValueInteger) return V::add(V::integers(p), offset);
     if (kValues == kValueE4M3) return V::e4m3(p);
     if (kValues == kValueE5M2) return V::e5m2(p);
@@ -191,7 +192,7 @@ struct Decode {
   // Decodes a segment of codes of eight bits.
   template <int kValues>
   EQQ_INLINE void decode_all_bytes(const uint8_t* p, const float* table, F offset, F* out) {
-    if constexpr (V::kTablesOfBytes && kValues != kValueInteger) {
+    if constexpr (V::kTablesOfBytes) {
       V::template decode64<kValues == kValueTable ? 4 : 2>(p, reinterpret_cast<const uint8_t*>(table + 256), out);
     } else {
 #pragma GCC unroll 16
@@ -377,32 +378,60 @@ struct Decode {
 
   using DecodeRow = void (*)(const Problem&, const Shape&, const void*, int64_t, int64_t, int64_t, RowScales, int64_t,
                              float*, float*);
+  using DecodeLast = void (*)(const Problem&, const Shape&, const void*, int64_t, float*, float*);
 
-  // Instantiates a template for the codes of a problem: calls `choose(CodeKind<bits, values>())`.
-  template <int bits, int values>
+  // Instantiates a template for the codes of a problem: calls `choose(CodeKind<bits, values, zero>())`.
+  template <int bits, int values, bool zero>
   struct CodeKind {
     static constexpr int kBits = bits, kValues = values;
+    static constexpr bool kZero = zero;  // whether there are zero points
   };
 
   template <class Choose>
   static auto by_codes(const Problem& p, const Choose& choose) {
-    switch (p.bits) {
-      case 1: return choose(CodeKind<1, 0>());
-      case 2: return choose(CodeKind<2, 0>());
-      case 4: return choose(CodeKind<4, 0>());
+    return p.zero_point != nullptr ? by_values<true>(p, choose) : by_values<false>(p, choose);
+  }
+
+  template <bool kZero, class Choose>
+  static auto by_values(const Problem& p, const Choose& choose) {
+    if constexpr (!V::kTablesOfBytes) {
+      switch (p.bits) {
+        case 1: return choose(CodeKind<1, 0, kZero>());
+        case 2: return choose(CodeKind<2, 0, kZero>());
+        case 4: return choose(CodeKind<4, 0, kZero>());
+      }
     }
-    switch (p.values) {
-      case kValueInteger: return choose(CodeKind<8, kValueInteger>());
-      case kValueE4M3: return choose(CodeKind<8, kValueE4M3>());
-      case kValueE5M2: return choose(CodeKind<8, kValueE5M2>());
+    constexpr bool kConverts = !V::kTablesOfBytes && !V::kLooksUpBytes;
+    if constexpr (kConverts)
+      if (p.values == kValueInteger) return choose(CodeKind<8, kValueInteger, kZero>());
+    if constexpr (!kZero && !V::kLooksUpBytes) {  // no floats have zero points
+      if (p.values == kValueE4M3) return choose(CodeKind<8, kValueE4M3, kZero>());
+      // Bytes of tables are looked up alike.
+      if (p.values == kValueE5M2) return choose(CodeKind<8, kConverts ? kValueE5M2 : kValueE4M3, kZero>());
     }
-    return choose(CodeKind<8, kValueTable>());
+    return choose(CodeKind<8, kValueTable, kZero>());
+  }
+
+  // Likewise for the scales of whole segments, unless blocks are of any size.
+  template <Mode mode>
+  struct ModeKind {
+    static constexpr Mode value = mode;
+  };
+
+  template <class Choose>
+  static auto by_mode(Mode mode, const Choose& choose) {
+    switch (mode) {
+      case kOneScale: return choose(ModeKind<kOneScale>());
+      case kBy32: return choose(ModeKind<kBy32>());
+      case kBy16: return choose(ModeKind<kBy16>());
+      default: return choose(ModeKind<kUniform>());
+    }
   }
 
   static DecodeRow row_decoder(const Problem& p) {
     return by_codes(p, [&](auto codes) -> DecodeRow {
       using C = decltype(codes);
-      return p.zero_point != nullptr ? decode_row<C::kBits, C::kValues, true> : decode_row<C::kBits, C::kValues, false>;
+      return decode_row<C::kBits, C::kValues, C::kZero>;
     });
   }
 };

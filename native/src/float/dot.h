@@ -18,10 +18,13 @@ struct Dot {
   static constexpr int L = V::L;
   static constexpr int kRows = V::kDotRows;
 
-  // Adds to `sums` the products of `kRows` rows, over `segments` whole segments. `scales[r]` belong to row `r`.
-  template <int kBits, int kValues, Mode kMode, bool kZero, int kRows>
+  // Adds to `sums` the products of `kRows` rows and one row of x, over `segments` whole segments. `scales[r]` belong to
+  // row `r`.
+  template <class C, Mode kMode, int kRows>
   static void dot(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t step, int64_t segments,
-                  const float* values, const float* x, F* sums) {
+                  const float* values, const int32_t*, const float* x, int64_t, F* sums) {
+    constexpr int kBits = C::kBits, kValues = C::kValues;
+    constexpr bool kZero = C::kZero;
     const Table plain = V::table(values);
     const F offset = V::broadcast(values[0]);
     Table tables[kRows];
@@ -35,7 +38,7 @@ struct Dot {
         constexpr int kVectors = 64 / L, kGrain = 64 / per_plane(kMode) / L;
         F part[kRows];
         for (int r = 0; r < kRows; ++r) part[r] = V::zero();
-        constexpr bool kAtOnce = V::kTablesOfBytes && kValues != kValueInteger;
+        constexpr bool kAtOnce = V::kTablesOfBytes;
         constexpr int kOuter = kAtOnce ? kRows : 1, kInner = kAtOnce ? 1 : kRows;
 #pragma GCC unroll 8
         for (int outer = 0; outer < kOuter; ++outer) {
@@ -117,26 +120,43 @@ struct Dot {
     }
   }
 
-  template <int kBits, int kValues, bool kZero, int kRows>
-  EQQ_INLINE void dot_of_mode(const Shape& s, const uint8_t* const* bytes, int64_t ahead, const RowScales* scales,
-                              int64_t step, int64_t segments, const float* values, const float* x, F* sums) {
-    if (s.mode == kOneScale) {
-      dot<kBits, kValues, kOneScale, kZero, kRows>(bytes, ahead, scales, 0, segments, values, x, sums);
-    } else if (s.mode == kBy32) {
-      dot<kBits, kValues, kBy32, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
-    } else if (s.mode == kBy16) {
-      dot<kBits, kValues, kBy16, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
-    } else {
-      dot<kBits, kValues, kUniform, kZero, kRows>(bytes, ahead, scales, step, segments, values, x, sums);
-    }
-  }
-
   EQQ_INLINE void sum_group(const F* sums, float* totals) {
     if constexpr (V::kSumsRows) {
       V::sum_rows(sums, totals);
     } else {
       for (int r = 0; r < V::kDotRows; ++r) totals[r] = V::sum(sums[r]);
     }
+  }
+
+  // What depends on the codes of the weight, on their scales, and on the number of rows of x.
+  struct Loops {
+    int64_t m;                     // rows of x
+    typename Dots<V>::Loop whole;  // whole segments of a group of rows
+    typename Dots<V>::Loop one;    // the same of one row, if m is one
+    typename Dots<V>::Loop small;  // the same of short rows
+    typename Dots<V>::Loop tail;   // a partial last segment of rows with one scale
+    typename D::DecodeLast last;   // decodes it, of rows with blocks
+  };
+
+  template <class C, Mode kMode, int kM>
+  static Loops loops_of() {
+    constexpr auto several = Dots<V>::template dots<C, kMode, kM, false>,
+                   tail = Dots<V>::template dots<C, kOneScale, kM, true>;
+    Loops loops = {kM, several, several, several, tail, D::template decode_last<C::kBits, C::kValues, C::kZero>};
+    if constexpr (kM == 1) {
+      loops.whole = dot<C, kMode, kRows>;
+      loops.one = dot<C, kMode, 1>;
+    }
+    return loops;
+  }
+
+  static Loops loops_for(const Problem& p, Mode mode, int64_t m) {
+    return D::by_codes(p, [&](auto codes) {
+      return D::by_mode(mode, [&](auto kind) {
+        return by_count<Dots<V>::kMost>(
+            m, [&](auto count) { return loops_of<decltype(codes), decltype(kind)::value, decltype(count)::value>(); });
+      });
+    });
   }
 
   // Numbers that all groups of rows share: their divisions are too slow to repeat for each group.
@@ -147,14 +167,16 @@ struct Dot {
     bool together;  // whether the scales of a group are contiguous, and decoded at once
   };
 
+  static constexpr int kSums = Dots<V>::kMost * kRows;
+
   // Multiplies rows from `row` on in whole groups, whose scales are decoded together. Returns how many of `count` these
   // are. Leaves out the last rows of all, behind whose partial segment there is nothing to read.
-  template <int kBits, int kValues, bool kZero, int kM>
-  static __attribute__((noinline)) int64_t short_rows(const Problem& p, const Shape& s, const void* shared,
-                                                      const float* x, int64_t x_row, int64_t row, int64_t count,
-                                                      const Group& g, float* own, float* results) {
+  static int64_t short_rows(const Problem& p, const Shape& s, const void* shared, const Loops& loops, const float* x,
+                            int64_t x_row, int64_t row, int64_t count, const Group& g, float* own, float* results) {
     const float* floats = static_cast<const float*>(p.scale) + row * p.blocks;
     const uint8_t* codes = p.codes + row * p.words;
+    const float* values = D::table256(shared);
+    const int32_t* mask = D::open_shared(s, shared).mask;
     if (!g.direct) {
       D::decode_scales(p, row, 0, count * p.blocks, own);
       floats = own;
@@ -163,20 +185,17 @@ struct Dot {
     for (; r + kRows <= count; r += kRows, codes += kRows * p.words, floats += kRows * p.blocks) {
       const uint8_t* bytes[kRows];
       RowScales scales[kRows];
-      F sums[kM * kRows];
+      F sums[kSums];
       for (int i = 0; i < kRows; ++i) bytes[i] = codes + i * p.words;
       for (int i = 0; i < kRows; ++i) scales[i].scale = scales[i].zero = floats + i * p.blocks;
-      for (int i = 0; i < kM * kRows; ++i) sums[i] = V::zero();
-      const float* values = D::table256(shared);
-      Dots<V>::template dots_of_mode<kBits, kValues, kZero, kM>(s.mode, bytes, g.ahead, scales, g.step, s.whole, values,
-                                                                x, x_row, sums);
+      for (int i = 0; i < loops.m * kRows; ++i) sums[i] = V::zero();
+      loops.small(bytes, g.ahead, scales, g.step, s.whole, values, mask, x, x_row, sums);
       if (s.whole < s.segments) {
         for (int i = 0; i < kRows; ++i) bytes[i] += s.whole * kSegment;
         if (!Dots<V>::can_overread(p, bytes[kRows - 1])) break;
-        Dots<V>::template dots<kBits, kValues, kOneScale, kZero, kM, true>(
-            bytes, 0, scales, 0, 1, values, D::open_shared(s, shared).mask, x + s.whole * s.codes, x_row, sums);
+        loops.tail(bytes, 0, scales, 0, 1, values, mask, x + s.whole * s.codes, x_row, sums);
       }
-      for (int m = 0; m < kM; ++m) {
+      for (int m = 0; m < loops.m; ++m) {
         float* to = results + m * kMostDots + r;
         sum_group(sums + m * kRows, to);
         for (int i = 0; s.mode == kOneScale && i < kRows; ++i) to[i] = D::scaled(to[i], floats[i]);
@@ -186,11 +205,8 @@ struct Dot {
   }
 
   // Multiplies the partial last segment of rows `row` to `row + count`, where each row has one scale.
-  template <int kBits, int kValues, bool kZero, int kM>
-  static __attribute__((noinline)) void dots_of_tail(const Problem& p, const Shape& s, const void* shared, int64_t row,
-                                                     int64_t count, const RowScales* scales, const float* x,
-                                                     int64_t x_row, F* sums) {
-    const Shared common = D::open_shared(s, shared);
+  static void multiply_tail(const Problem& p, const Shape& s, const void* shared, const Loops& loops, int64_t row,
+                            int64_t count, const RowScales* scales, const float* x, int64_t x_row, F* sums) {
     uint8_t padded[kRows][kSegment];
     const uint8_t* bytes[kRows];
     for (int r = 0; r < kRows; ++r) {
@@ -200,20 +216,15 @@ struct Dot {
       memcpy(padded[r], bytes[r], s.tail_bytes);
       bytes[r] = padded[r];
     }
-    for (int i = 0; i < kM * kRows; ++i) sums[i] = V::zero();
-    Dots<V>::template dots<kBits, kValues, kOneScale, kZero, kM, true>(bytes, 0, scales, 0, 1, D::table256(shared),
-                                                                       common.mask, x, x_row, sums);
+    loops.tail(bytes, 0, scales, 0, 1, D::table256(shared), D::open_shared(s, shared).mask, x, x_row, sums);
   }
 
   // The same where rows have blocks: decoded to memory, which has room for one.
-  template <int kBits, int kValues, bool kZero, int kM>
-  static __attribute__((noinline)) void multiply_last(const Problem& p, const Shape& s, const void* shared, int64_t row,
-                                                      int64_t count, float* own, float* tail, const float* x,
-                                                      int64_t x_row, F* sums) {
-    for (int i = 0; i < kM * kRows; ++i) sums[i] = V::zero();
+  static void multiply_last(const Problem& p, const Shape& s, const void* shared, const Loops& loops, int64_t row,
+                            int64_t count, float* own, float* tail, const float* x, int64_t x_row, F* sums) {
     for (int64_t r = 0; r < count; ++r) {
-      D::template decode_last<kBits, kValues, kZero>(p, s, shared, row + r, own, tail);
-      for (int m = 0; m < kM; ++m) {
+      loops.last(p, s, shared, row + r, own, tail);
+      for (int m = 0; m < loops.m; ++m) {
         F sum = V::zero();
         for (int64_t i = 0; i < s.tail; i += L) sum = V::fma(V::load(tail + i), V::load(x + m * x_row + i), sum);
         sums[m * kRows + r] = sum;
@@ -221,15 +232,12 @@ struct Dot {
     }
   }
 
-  // Multiplies rows `row` to `row + count` of the weight, at most `kDotRows`, by `kM` rows of x. Rows of all batches
-  // are counted together.
-  template <int kBits, int kValues, bool kZero, int kM>
-  EQQ_INLINE void dot_group(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t x_row,
-                            int64_t row, int64_t count, const Group& g, float* own, float* results) {
-    constexpr int kRows = V::kDotRows;
+  // Multiplies rows `row` to `row + count` of the weight, at most `kDotRows`. Rows of all batches are counted together.
+  static void dot_group(const Problem& p, const Shape& s, const void* shared, const Loops& loops, const float* x,
+                        int64_t x_row, int64_t row, int64_t count, const Group& g, float* own, float* results) {
     const float* values = D::table256(shared);
-    F sums[kM * kRows];
-    for (int r = 0; r < kM * kRows; ++r) sums[r] = V::zero();
+    F sums[kSums];
+    for (int r = 0; r < loops.m * kRows; ++r) sums[r] = V::zero();
     float factor[kRows] = {0};  // with one scale
     RowScales scales[kRows];
     const float* floats = g.direct ? static_cast<const float*>(p.scale) + row * p.blocks : own;
@@ -245,33 +253,27 @@ struct Dot {
         if (s.mode == kOneScale) factor[r] = scales[r].scale[0];
       }
     };
+    const auto loop = count == 1 ? loops.one : loops.whole;
     for (int64_t first = 0; first < s.whole; first += g.chunk) {
       const int64_t last = min64(first + g.chunk, s.whole);
       set_scales(first, last);
       const uint8_t* bytes[kRows];
       for (int r = 0; r < kRows; ++r) bytes[r] = p.codes + (row + min64(r, count - 1)) * p.words + first * kSegment;
-      const float* xs = x + first * s.codes;
-      if (kM > 1) {
-        Dots<V>::template dots_of_mode<kBits, kValues, kZero, kM>(s.mode, bytes, g.ahead, scales, g.step, last - first,
-                                                                  values, xs, x_row, sums);
-      } else if (count == 1) {
-        dot_of_mode<kBits, kValues, kZero, 1>(s, bytes, g.ahead, scales, g.step, last - first, values, xs, sums);
-      } else {
-        dot_of_mode<kBits, kValues, kZero, kRows>(s, bytes, g.ahead, scales, g.step, last - first, values, xs, sums);
-      }
+      loop(bytes, g.ahead, scales, g.step, last - first, values, nullptr, x + first * s.codes, x_row, sums);
     }
     if (s.segments > s.whole) {
       const float* xs = x + s.whole * s.codes;
-      F rest[kM * kRows];  // apart from `sums`: passing their address would keep them in memory
+      F rest[kSums];  // apart, so that a short sum is added to a long one
+      for (int r = 0; r < loops.m * kRows; ++r) rest[r] = V::zero();
       if (s.mode == kOneScale) {
         if (s.whole == 0) set_scales(0, 1);
-        dots_of_tail<kBits, kValues, kZero, kM>(p, s, shared, row, count, scales, xs, x_row, rest);
+        multiply_tail(p, s, shared, loops, row, count, scales, xs, x_row, rest);
       } else {
-        multiply_last<kBits, kValues, kZero, kM>(p, s, shared, row, count, own, own + kRows * g.room, xs, x_row, rest);
+        multiply_last(p, s, shared, loops, row, count, own, own + kRows * g.room, xs, x_row, rest);
       }
-      for (int r = 0; r < kM * kRows; ++r) sums[r] = V::add(sums[r], rest[r]);
+      for (int r = 0; r < loops.m * kRows; ++r) sums[r] = V::add(sums[r], rest[r]);
     }
-    for (int m = 0; m < kM; ++m) {
+    for (int m = 0; m < loops.m; ++m) {
       float totals[kRows];
       sum_group(sums + m * kRows, totals);
       for (int64_t r = 0; r < count; ++r)
@@ -279,37 +281,22 @@ struct Dot {
     }
   }
 
-  template <int kBits, int kValues, bool kZero, int kM>
-  static void dot_rows(const Problem& p, const Shape& s, const void* shared, const float* x, int64_t x_row, int64_t row,
-                       int64_t count, float* own, float* results) {
+  static void dot_rows(const Problem& p, const Shape& s, const void* shared, const Loops& loops, const float* x,
+                       int64_t x_row, int64_t row, int64_t count, float* own, float* results) {
+    const bool zero = p.zero_point != nullptr;
     Group g;
     g.chunk = scale_segments(s);
     g.room = 2 * D::scale_room(p, s, g.chunk);
     g.step = s.mode == kOneScale ? 0 : s.codes / s.grain;
     g.ahead = round_up(kAheadOfDots, V::kDotRows * max64(p.words, 1));
-    const bool as_stored = (s.mode == kOneScale || p.block_size == s.grain) && !kZero && p.row_scale == nullptr;
+    const bool as_stored = (s.mode == kOneScale || p.block_size == s.grain) && !zero && p.row_scale == nullptr;
     g.direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
     g.together = g.direct || (as_stored && (s.mode == kOneScale || s.whole <= g.chunk));
     int64_t r = 0;
     if (g.together && 0 < s.segments && s.segments <= kShortRow && (s.whole == s.segments || s.mode == kOneScale))
-      r = short_rows<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row, count, g, own, results);
+      r = short_rows(p, s, shared, loops, x, x_row, row, count, g, own, results);
     for (; r < count; r += V::kDotRows)
-      dot_group<kBits, kValues, kZero, kM>(p, s, shared, x, x_row, row + r, min64(V::kDotRows, count - r), g, own,
-                                           results + r);
-  }
-
-  using DotRows = void (*)(const Problem&, const Shape&, const void*, const float*, int64_t, int64_t, int64_t, float*,
-                           float*);
-
-  static DotRows dot_kernel(const Problem& p, int64_t m) {
-    return D::by_codes(p, [&](auto codes) {
-      using C = decltype(codes);
-      return by_count<Dots<V>::kMost>(m, [&](auto count) -> DotRows {
-        constexpr int kM = decltype(count)::value;
-        return p.zero_point != nullptr ? dot_rows<C::kBits, C::kValues, true, kM>
-                                       : dot_rows<C::kBits, C::kValues, false, kM>;
-      });
-    });
+      dot_group(p, s, shared, loops, x, x_row, row + r, min64(V::kDotRows, count - r), g, own, results + r);
   }
 
   static void run(const Problem& p, const Shape& s, const FloatDetail& d, const void* shared, const float* x,
@@ -319,8 +306,8 @@ struct Dot {
     if (s.mode != kAnyBlock) {
       const int64_t group = div_up(p.m, div_up(p.m, Dots<V>::kMost));
       for (int64_t m = 0; m < p.m; m += group)
-        dot_kernel(p, min64(group, p.m - m))(p, s, shared, x + m * d.x_row, d.x_row, weight + first, count, own,
-                                             results + m * kMostDots);
+        dot_rows(p, s, shared, loops_for(p, s.mode, min64(group, p.m - m)), x + m * d.x_row, d.x_row, weight + first,
+                 count, own, results + m * kMostDots);
     } else {
       const DecodeRow decode = D::row_decoder(p);
       const int64_t room = 2 * D::scale_room(p, s, scale_segments(s));

@@ -109,30 +109,24 @@ struct FewRows {
   static FewFused fused_kernel(const Problem& p, const Shape& s, int64_t m) {
     if constexpr (V::kFusesFew) {
       if (p.zero_point != nullptr) return nullptr;
-      if (p.bits == 4) return fused_of_mode<4, 0>(s, m);
-      if (p.bits == 8 && V::kTablesOfBytes && !(s.mode == kOneScale && s.whole < s.segments)) {
-        if (p.values == kValueTable) return fused_of_mode<8, kValueTable>(s, m);
-        if (p.values != kValueInteger) return fused_of_mode<8, kValueE4M3>(s, m);  // all tables of bytes decode alike
+      if constexpr (V::kTablesOfBytes) {
+        if (s.mode == kOneScale && s.whole < s.segments) return nullptr;
+        return p.values == kValueTable ? fused_of<8, kValueTable>(s, m) : fused_of<8, kValueE4M3>(s, m);
+      } else if (p.bits == 4) {
+        return fused_of<4, 0>(s, m);
       }
     }
     return nullptr;
   }
 
   template <int kBits, int kValues>
-  static FewFused fused_of_mode(const Shape& s, int64_t m) {
-    switch (s.mode) {
-      case kOneScale: return fused_of<kBits, kValues, kOneScale>(m);
-      case kUniform: return fused_of<kBits, kValues, kUniform>(m);
-      case kBy32: return fused_of<kBits, kValues, kBy32>(m);
-      case kBy16: return fused_of<kBits, kValues, kBy16>(m);
-      default: return nullptr;
-    }
-  }
-
-  template <int kBits, int kValues, Mode kMode>
-  EQQ_INLINE FewFused fused_of(int64_t m) {
-    return by_count<V::kFewGroup, 2>(
-        m, [](auto count) -> FewFused { return few_fused<kBits, kValues, kMode, decltype(count)::value>; });
+  static FewFused fused_of(const Shape& s, int64_t m) {
+    if (s.mode == kAnyBlock) return nullptr;
+    return D::by_mode(s.mode, [&](auto mode) {
+      return by_count<V::kFewGroup, 2>(m, [&](auto count) -> FewFused {
+        return few_fused<kBits, kValues, decltype(mode)::value, decltype(count)::value>;
+      });
+    });
   }
 
   using FewMicro = void (*)(const float*, const float*, int64_t, int64_t, float*);

@@ -35,17 +35,13 @@ struct Mix {
   // Adds the products with `kM` rows of x to `sums`.
   template <int kBits, int kValues, Mode kMode, bool kZero, int kM>
   static void mix(const Rows& rows, const float* values, const float* x, float* sums, int64_t width) {
-    mix_planes<kBits, kValues, kMode, kZero, kM, 0>(rows, values, V::table(values), x, sums, width);
-  }
-
-  template <int kBits, int kValues, Mode kMode, bool kZero, int kM, int kPlaneIndex>
-  EQQ_INLINE void mix_planes(const Rows& rows, const float* values, const Table& table, const float* x, float* sums,
-                             int64_t width) {
-    if constexpr (kPlaneIndex < 8 / kBits) {
+    const Table table = V::table(values);
+#pragma GCC unroll 1
+    for (int plane = 0; plane < 8 / kBits; ++plane) {
       float scaled[kM * kRowChunkStride];
       const float* xs = x;
       if constexpr (per_plane(kMode) == 1) {  // scale x once instead of all codes
-        const float* factor = rows.factor + (kMode == kOneScale ? 0 : kPlaneIndex) * rows.step;
+        const float* factor = rows.factor + (kMode == kOneScale ? 0 : plane) * rows.step;
         for (int m = 0; m < kM; ++m)
           for (int64_t i = 0; i < rows.count; i += L)
             V::store(scaled + m * kRowChunkStride + i,
@@ -60,9 +56,9 @@ struct Mix {
           for (int v = 0; v < 4; ++v) acc[m][v] = V::zero();
         for (int64_t n = 0; n < rows.count; ++n) {
           F w[4];
-          Dots<V>::template four<kBits, kValues, kMode, kZero, false, kPlaneIndex>(
-              rows.bytes + n * rows.words + 4 * L * h, h, values, table, rows.scale + n * rows.room,
-              rows.zero + n * rows.room, w);
+          Dots<V>::template four<kBits, kValues, kMode, kZero, false>(rows.bytes + n * rows.words + 4 * L * h, h, plane,
+                                                                      values, table, rows.scale + n * rows.room,
+                                                                      rows.zero + n * rows.room, w);
 #pragma GCC unroll 8
           for (int m = 0; m < kM; ++m) {
             const F factor = V::broadcast(xs[m * kRowChunkStride + n]);
@@ -74,11 +70,10 @@ struct Mix {
         for (int m = 0; m < kM; ++m)
 #pragma GCC unroll 4
           for (int v = 0; v < 4; ++v) {
-            float* to = sums + m * width + (h * (8 / kBits) + kPlaneIndex) * 4 * L + v * L;
+            float* to = sums + m * width + (h * (8 / kBits) + plane) * 4 * L + v * L;
             V::store(to, V::add(V::load(to), acc[m][v]));
           }
       }
-      mix_planes<kBits, kValues, kMode, kZero, kM, kPlaneIndex + 1>(rows, values, table, x, sums, width);
     }
   }
 
@@ -96,20 +91,11 @@ struct Mix {
   using MixRows = void (*)(const Rows&, const float*, const float*, int64_t, float*, int64_t);
 
   static MixRows mixer(const Problem& p, Mode mode) {
-    return D::by_codes(p,
-                       [&](auto codes) { return mixer_of<decltype(codes)::kBits, decltype(codes)::kValues>(p, mode); });
-  }
-
-  template <int kBits, int kValues>
-  static MixRows mixer_of(const Problem& p, Mode mode) {
-    const bool zero = p.zero_point != nullptr;
-    switch (mode) {
-      case kOneScale:
-        return zero ? mix_all<kBits, kValues, kOneScale, true> : mix_all<kBits, kValues, kOneScale, false>;
-      case kUniform: return zero ? mix_all<kBits, kValues, kUniform, true> : mix_all<kBits, kValues, kUniform, false>;
-      case kBy32: return zero ? mix_all<kBits, kValues, kBy32, true> : mix_all<kBits, kValues, kBy32, false>;
-      default: return zero ? mix_all<kBits, kValues, kBy16, true> : mix_all<kBits, kValues, kBy16, false>;
-    }
+    return D::by_codes(p, [&](auto codes) {
+      using C = decltype(codes);
+      return D::by_mode(
+          mode, [](auto kind) -> MixRows { return mix_all<C::kBits, C::kValues, decltype(kind)::value, C::kZero>; });
+    });
   }
 
   // Offsets into the scratch memory of a thread, in bytes.

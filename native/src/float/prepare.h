@@ -19,7 +19,7 @@ struct Prepare {
     float* table = static_cast<float*>(shared);
     const int codes = 1 << p.bits;
     for (int i = 0; i < max64(codes, 16); ++i) table[i] = p.table[i & (codes - 1)];  // lookups read sixteen
-    if (V::kTablesOfBytes && p.bits == 8)
+    if (V::kTablesOfBytes)
       for (int i = 0; i < 256; ++i) {
         uint8_t bytes[4];  // the low one first, as on every machine with this
         memcpy(bytes, table + i, 4);

@@ -17,8 +17,7 @@ struct Transposed {
 
   // Prefetches segments `first` to `last` of a row, and their first scales. Not inlined, since tiles need registers.
   // The `asm` keeps a compiler from dropping a call that only prefetches.
-  static __attribute__((noinline)) void fetch_row(const Problem& p, const Shape& s, int64_t row, int64_t first,
-                                                  int64_t last) {
+  EQQ_NOINLINE void fetch_row(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last) {
     for (int64_t j = first; j < last; ++j) V::prefetch(p.codes + row * p.words + j * kSegment);
     const int64_t scale = row * p.blocks + first * s.codes / p.block_size;
     V::prefetch(static_cast<const char*>(p.scale) + scale * scale_bytes(p.scale_kind));

@@ -42,7 +42,7 @@ struct Int8ManyRows {
 
   // `kSeveral`: whether the step has several runs.
   template <int kVectors, bool kZero, bool kShift, bool kSeveral>
-  static __attribute__((noinline)) void tile(const Panel& a) {
+  EQQ_NOINLINE void tile(const Panel& a) {
     constexpr int kRows = V::kInt8TileRows, kWidth = kVectors * L;
     constexpr int kThirds = (kRows + 2) / 3;
     const uint8_t* w[kThirds];  // every third row

@@ -65,8 +65,8 @@ EQQ_INLINE void unpack_eights(const uint8_t* bytes, uint8_t* out) {
 }
 
 // Any codes of a part. `out` has room for a plane more.
-static __attribute__((noinline)) void unpack_codes_of_part(const uint8_t* bytes, const uint8_t* limit, int64_t count,
-                                                           int bits, uint8_t* out) {
+EQQ_NOINLINE void unpack_codes_of_part(const uint8_t* bytes, const uint8_t* limit, int64_t count, int bits,
+                                       uint8_t* out) {
   if (count == 8 && bits == 1) {
     for (int i = 0; i < 8; ++i) out[i] = bytes[0] >> i & 1;
     return;

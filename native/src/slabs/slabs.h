@@ -44,6 +44,8 @@ class Slabs {
   int64_t own_bytes() const { return own_bytes_; }    // of memory that a thread needs for one
   int64_t sums_bytes() const { return sums_bytes_; }  // of memory for sums of blocks of x
 
+  // What kernels see of a problem, to plan it: a slab whose memory is not there yet, or the whole.
+  Problem seen(Problem problem) const { return needed_ ? slab(problem, 0, 0, &problem) : problem; }
   // Slab `index` of a batch, in the memory of a thread: a problem for kernels.
   Problem slab(const Problem& problem, int64_t batch, int64_t index, void* own) const;
   // Brings it there.

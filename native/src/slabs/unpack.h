@@ -93,8 +93,8 @@ EQQ_INLINE void unpack_rows(const uint8_t* packed, const uint8_t* limit, int64_t
   }
 }
 
-EQQ_INLINE void unpack(const uint8_t* packed, const uint8_t* limit, int64_t length, int bits, int64_t first,
-                       int64_t last, int64_t rows, uint8_t* out, int64_t step) {
+EQQ_NOINLINE void unpack(const uint8_t* packed, const uint8_t* limit, int64_t length, int bits, int64_t first,
+                         int64_t last, int64_t rows, uint8_t* out, int64_t step) {
   switch (bits) {
     case 1: return unpack_rows<1>(packed, limit, length, first, last, rows, out, step);
     case 2: return unpack_rows<2>(packed, limit, length, first, last, rows, out, step);

@@ -74,7 +74,7 @@ struct Decode {
   //
 
   // Decodes the scales of blocks `first` to `last` of a row. Kernels for all kinds of codes share this and
-  // `row_scales`: a copy in each would be half of the library, and takes as long to compile.
+  // `last_scales`: a copy in each would be half of the library, and takes as long to compile.
   EQQ_NOINLINE void decode_scales(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
     const int64_t count = last - first, at = row * p.blocks + first;
     const F factor = V::broadcast(p.row_scale ? p.row_scale[row] : 1.0f);
@@ -125,13 +125,18 @@ struct Decode {
     return div_up((s.mode == kOneScale ? 1 : max64(blocks, 1) + grains) + 16, 16) * 16;
   }
 
-  EQQ_NOINLINE RowScales row_scales(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last,
-                                    float* scratch) {
+  EQQ_INLINE RowScales row_scales(const Problem& p, const Shape& s, int64_t row, int64_t first, int64_t last,
+                                  float* scratch) {
     RowScales r;
     const int64_t room = scale_room(p, s, last - first);
     r.scale = one_kind<false>(p, s, row, first, last, scratch);
     r.zero = p.zero_point ? one_kind<true>(p, s, row, first, last, scratch + room) : scratch;
     return r;
+  }
+
+  // The scales of a partial last segment.
+  EQQ_NOINLINE RowScales last_scales(const Problem& p, const Shape& s, int64_t row, float* scratch) {
+    return row_scales(p, s, row, s.whole, s.segments, scratch);
   }
 
   // The scales of the whole segments among the next `scale_segments`.
@@ -336,7 +341,7 @@ struct Decode {
     if (!kZero && p.scale_kind == kScaleFloat32 && p.row_scale == nullptr) {
       r.scale = r.zero = static_cast<const float*>(p.scale) + row * p.blocks + block;
     } else {
-      r = row_scales(p, s, row, s.whole, s.segments, scratch);
+      r = last_scales(p, s, row, scratch);
     }
     uint8_t packed[kSegment] = {0}, codes[(8 / kBits + 1) * kSegment];
     memcpy(packed, p.codes + row * p.words + s.whole * kSegment, s.tail_bytes);
@@ -368,7 +373,7 @@ struct Decode {
     uint8_t bytes[kSegment] = {0};
     memcpy(bytes, p.codes + row * p.words + s.whole * kSegment, s.tail_bytes);
     const float* values = table256(shared);
-    const RowScales r = row_scales(p, s, row, s.whole, s.segments, scratch);
+    const RowScales r = last_scales(p, s, row, scratch);
     decode_segment<kBits, kValues, kAnyBlock, kZero, true>(bytes, values, V::table(values), r.scale, r.zero,
                                                            common.index + at, common.mask + at, out);
   }

@@ -21,22 +21,27 @@ struct Dot {
   // Adds to `sums` the products of `kRows` rows and one row of x, over `segments` whole segments. `scales[r]` belong to
   // row `r`.
   template <class C, Mode kMode, int kRows>
-  static void dot(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t step, int64_t segments,
+  static void dot(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t segments,
                   const float* values, const int32_t*, const float* x, int64_t, F* sums) {
     constexpr int kBits = C::kBits, kValues = C::kValues;
+    constexpr int64_t kStep = scales_of_segment(kBits, kMode);
     constexpr bool kZero = C::kZero;
     const Table plain = V::table(values);
     const F offset = V::broadcast(values[0]);
     Table tables[kRows];
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
       tables[r] = kZero && kMode == kOneScale && kBits < 8 ? V::offset(plain, V::broadcast(scales[r].zero[0])) : plain;
     F acc[kRows], more[kRows];
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) acc[r] = more[r] = V::zero();
     for (int64_t i = 0; i < segments; ++i) {
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) V::prefetch(bytes[r] + i * kSegment + ahead);
       if constexpr (kBits == 8) {
         constexpr int kVectors = 64 / L, kGrain = 64 / per_plane(kMode) / L;
         F part[kRows];
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) part[r] = V::zero();
         constexpr bool kAtOnce = V::kTablesOfBytes;
         constexpr int kOuter = kAtOnce ? kRows : 1, kInner = kAtOnce ? 1 : kRows;
@@ -51,7 +56,7 @@ struct Dot {
             for (int inner = 0; inner < kInner; ++inner) {
               const int r = outer + inner;
               F w = kAtOnce ? all[v] : D::template decode_bytes<kValues>(bytes[r] + i * 64 + v * L, values, offset);
-              const int64_t g = kMode == kOneScale ? 0 : i * step + v / kGrain;
+              const int64_t g = kMode == kOneScale ? 0 : i * kStep + v / kGrain;
               if (kZero) w = V::sub(w, V::broadcast(scales[r].zero[g]));
               if (kMode == kOneScale) {
                 if (v % 2) {
@@ -73,11 +78,12 @@ struct Dot {
           Codes codes[kRows];
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) codes[r] = V::codes(bytes[r] + i * kSegment + 4 * L * h);
-          dot_planes<kBits, kMode, kZero, kRows, 0>(codes, lanes, tables, scales, i * step,
+          dot_planes<kBits, kMode, kZero, kRows, 0>(codes, lanes, tables, scales, i * kStep,
                                                     x + i * 64 * kPlanes + h * kPlanes * 4 * L, acc, more);
         }
       }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) sums[r] = V::add(sums[r], V::add(acc[r], more[r]));
   }
 
@@ -189,11 +195,11 @@ struct Dot {
       for (int i = 0; i < kRows; ++i) bytes[i] = codes + i * p.words;
       for (int i = 0; i < kRows; ++i) scales[i].scale = scales[i].zero = floats + i * p.blocks;
       for (int i = 0; i < loops.m * kRows; ++i) sums[i] = V::zero();
-      loops.small(bytes, g.ahead, scales, g.step, s.whole, values, mask, x, x_row, sums);
+      loops.small(bytes, g.ahead, scales, s.whole, values, mask, x, x_row, sums);
       if (s.whole < s.segments) {
         for (int i = 0; i < kRows; ++i) bytes[i] += s.whole * kSegment;
         if (!Dots<V>::can_overread(p, bytes[kRows - 1])) break;
-        loops.tail(bytes, 0, scales, 0, 1, values, mask, x + s.whole * s.codes, x_row, sums);
+        loops.tail(bytes, 0, scales, 1, values, mask, x + s.whole * s.codes, x_row, sums);
       }
       for (int m = 0; m < loops.m; ++m) {
         float* to = results + m * kMostDots + r;
@@ -216,7 +222,7 @@ struct Dot {
       memcpy(padded[r], bytes[r], s.tail_bytes);
       bytes[r] = padded[r];
     }
-    loops.tail(bytes, 0, scales, 0, 1, D::table256(shared), D::open_shared(s, shared).mask, x, x_row, sums);
+    loops.tail(bytes, 0, scales, 1, D::table256(shared), D::open_shared(s, shared).mask, x, x_row, sums);
   }
 
   // The same where rows have blocks: decoded to memory, which has room for one.
@@ -259,7 +265,7 @@ struct Dot {
       set_scales(first, last);
       const uint8_t* bytes[kRows];
       for (int r = 0; r < kRows; ++r) bytes[r] = p.codes + (row + min64(r, count - 1)) * p.words + first * kSegment;
-      loop(bytes, g.ahead, scales, g.step, last - first, values, nullptr, x + first * s.codes, x_row, sums);
+      loop(bytes, g.ahead, scales, last - first, values, nullptr, x + first * s.codes, x_row, sums);
     }
     if (s.segments > s.whole) {
       const float* xs = x + s.whole * s.codes;
@@ -287,7 +293,7 @@ struct Dot {
     Group g;
     g.chunk = scale_segments(s);
     g.room = 2 * D::scale_room(p, s, g.chunk);
-    g.step = s.mode == kOneScale ? 0 : s.codes / s.grain;
+    g.step = scales_of_segment(p.bits, s.mode);
     g.ahead = round_up(kAheadOfDots, V::kDotRows * max64(p.words, 1));
     const bool as_stored = (s.mode == kOneScale || p.block_size == s.grain) && !zero && p.row_scale == nullptr;
     g.direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;

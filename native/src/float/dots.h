@@ -76,15 +76,15 @@ struct Dots {
     return p.bits == 8 && p.values == kValueTable && !V::kTablesOfBytes ? min64(kMost, V::kDirectRows) : V::kDirectRows;
   }
 
-  using Loop = void (*)(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t step,
-                        int64_t segments, const float* values, const int32_t* mask, const float* x, int64_t x_row,
-                        F* sums);
+  using Loop = void (*)(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t segments,
+                        const float* values, const int32_t* mask, const float* x, int64_t x_row, F* sums);
 
   // Adds the products of `kRows` rows of the weight and `kM` rows of x to `sums`, where the sums of a row of x are
   // contiguous. The caller applies per-channel scales. `kMask` masks padding.
   template <class C, Mode kMode, int kM, bool kMask>
-  static void dots(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t step, int64_t segments,
+  static void dots(const uint8_t* const* bytes, int64_t ahead, const RowScales* scales, int64_t segments,
                    const float* values, const int32_t* mask, const float* x, int64_t x_row, F* sums) {
+    constexpr int64_t kStep = scales_of_segment(C::kBits, kMode);
     const Table table = V::table(values);
     F acc[kRows][kM];
 #pragma GCC unroll 8
@@ -98,7 +98,7 @@ struct Dots {
 #pragma GCC unroll 1
         for (int plane = 0; plane < 8 / C::kBits; ++plane) {
           const int place = (h * (8 / C::kBits) + plane) * 4 * L;
-          dots_of_plane<C, kMode, kM, kMask>(bytes, i, h, plane, scales, i * step, values, table, mask + place,
+          dots_of_plane<C, kMode, kM, kMask>(bytes, i, h, plane, scales, i * kStep, values, table, mask + place,
                                              x + i * kSegment * (8 / C::kBits) + place, x_row, acc);
         }
     }

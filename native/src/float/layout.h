@@ -38,8 +38,9 @@ enum Mode {
   kAnyBlock   // any codes: each has an index of its scale
 };
 
-// The number of scales of a plane.
+// The number of scales of a plane, and from one segment to the next.
 constexpr int per_plane(Mode mode) { return mode == kBy16 ? 4 : mode == kBy32 ? 2 : 1; }
+constexpr int64_t scales_of_segment(int bits, Mode mode) { return mode == kOneScale ? 0 : 8 / bits * per_plane(mode); }
 
 enum Method { kDot = 0, kFew = 1, kPanels = 2, kTransposed = 3, kMix = 4 };
 

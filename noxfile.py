@@ -10,6 +10,7 @@ import datetime
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -158,10 +159,11 @@ def native_sanitized(session: nox.Session) -> None:
     options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_SANITIZE=ON", "-DEQQUANT_EMULATE=ON"]
     session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *options)
     session.run("cmake", "--build", build, "--target", "unit", "fuzz")
-    session.run(str(Path(build) / "unit"), external=True)
-    session.run(str(Path(build) / "fuzz"), *(session.posargs or ["800"]), external=True)
     seed = str(datetime.datetime.now(datetime.UTC).date().toordinal())  # other cells every day
-    session.run(str(Path(build) / "fuzz"), "grid", "600", seed, external=True)
+    runs = (["fuzz", "grid", "600", seed], ["unit"], ["fuzz", *(session.posargs or ["800"])])
+    run = lambda args: session.run(str(Path(build) / args[0]), *args[1:], external=True)
+    with ThreadPoolExecutor(2) as pool:  # each keeps one core busy
+        list(pool.map(run, runs))
 
 
 @nox.session

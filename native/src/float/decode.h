@@ -76,17 +76,29 @@ struct Decode {
   // Decodes the scales of blocks `first` to `last` of a row. Kernels for all kinds of codes share this and
   // `last_scales`: a copy in each would be half of the library, and takes as long to compile.
   EQQ_NOINLINE void decode_scales(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
-    const int64_t count = last - first, at = row * p.blocks + first;
+    switch (p.scale_kind) {
+      case kScaleFloat16: return decode_kind<kScaleFloat16>(p, row, first, last, out);
+      case kScaleBFloat16: return decode_kind<kScaleBFloat16>(p, row, first, last, out);
+      case kScaleE8M0: return decode_kind<kScaleE8M0>(p, row, first, last, out);
+      case kScaleE4M3: return decode_kind<kScaleE4M3>(p, row, first, last, out);
+      case kScaleE5M2: return decode_kind<kScaleE5M2>(p, row, first, last, out);
+      case kScaleUE4M4: return decode_kind<kScaleUE4M4>(p, row, first, last, out);
+      default: return decode_kind<kScaleFloat32>(p, row, first, last, out);
+    }
+  }
+
+  template <int kKind>
+  EQQ_INLINE void decode_kind(const Problem& p, int64_t row, int64_t first, int64_t last, float* out) {
+    const int64_t count = last - first, at = row * p.blocks + first, size = scale_bytes(kKind);
     const F factor = V::broadcast(p.row_scale ? p.row_scale[row] : 1.0f);
-    const int64_t size = scale_bytes(p.scale_kind);
     const uint8_t* bits = static_cast<const uint8_t*>(p.scale) + at * size;
     int64_t i = 0;
-    for (; i + L <= count; i += L) V::store(out + i, V::mul(load_scales(p.scale_kind, bits + i * size), factor));
+    for (; i + L <= count; i += L) V::store(out + i, V::mul(load_scales(kKind, bits + i * size), factor));
     if (i < count) {
       uint8_t rest[4 * L] = {0};
       float values[L];
       memcpy(rest, bits + i * size, (count - i) * size);
-      V::store(values, V::mul(load_scales(p.scale_kind, rest), factor));
+      V::store(values, V::mul(load_scales(kKind, rest), factor));
       memcpy(out + i, values, (count - i) * 4);
     }
   }
@@ -415,22 +427,6 @@ struct Decode {
       if (p.values == kValueE5M2) return choose(CodeKind<8, kConverts ? kValueE5M2 : kValueE4M3, kZero>());
     }
     return choose(CodeKind<8, kValueTable, kZero>());
-  }
-
-  // Likewise for the scales of whole segments, unless blocks are of any size.
-  template <Mode mode>
-  struct ModeKind {
-    static constexpr Mode value = mode;
-  };
-
-  template <class Choose>
-  static auto by_mode(Mode mode, const Choose& choose) {
-    switch (mode) {
-      case kOneScale: return choose(ModeKind<kOneScale>());
-      case kBy32: return choose(ModeKind<kBy32>());
-      case kBy16: return choose(ModeKind<kBy16>());
-      default: return choose(ModeKind<kUniform>());
-    }
   }
 
   static DecodeRow row_decoder(const Problem& p) {

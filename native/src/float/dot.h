@@ -158,7 +158,7 @@ struct Dot {
 
   static Loops loops_for(const Problem& p, Mode mode, int64_t m) {
     return D::by_codes(p, [&](auto codes) {
-      return D::by_mode(mode, [&](auto kind) {
+      return by_mode(mode, [&](auto kind) {
         return by_count<Dots<V>::kMost>(
             m, [&](auto count) { return loops_of<decltype(codes), decltype(kind)::value, decltype(count)::value>(); });
       });

@@ -122,7 +122,7 @@ struct FewRows {
   template <int kBits, int kValues>
   static FewFused fused_of(const Shape& s, int64_t m) {
     if (s.mode == kAnyBlock) return nullptr;
-    return D::by_mode(s.mode, [&](auto mode) {
+    return by_mode(s.mode, [&](auto mode) {
       return by_count<V::kFewGroup, 2>(m, [&](auto count) -> FewFused {
         return few_fused<kBits, kValues, decltype(mode)::value, decltype(count)::value>;
       });

@@ -42,6 +42,21 @@ enum Mode {
 constexpr int per_plane(Mode mode) { return mode == kBy16 ? 4 : mode == kBy32 ? 2 : 1; }
 constexpr int64_t scales_of_segment(int bits, Mode mode) { return mode == kOneScale ? 0 : 8 / bits * per_plane(mode); }
 
+// Instantiates a template for a mode but `kAnyBlock`: calls `choose(ModeKind<mode>())`.
+template <Mode mode>
+struct ModeKind {
+  static constexpr Mode value = mode;
+};
+template <class Choose>
+auto by_mode(Mode mode, const Choose& choose) {
+  switch (mode) {
+    case kOneScale: return choose(ModeKind<kOneScale>());
+    case kBy32: return choose(ModeKind<kBy32>());
+    case kBy16: return choose(ModeKind<kBy16>());
+    default: return choose(ModeKind<kUniform>());
+  }
+}
+
 enum Method { kDot = 0, kFew = 1, kPanels = 2, kTransposed = 3, kMix = 4 };
 
 EQQ_INLINE int64_t aligned(int64_t bytes) { return round_up(bytes, 64); }

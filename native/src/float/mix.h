@@ -93,7 +93,7 @@ struct Mix {
   static MixRows mixer(const Problem& p, Mode mode) {
     return D::by_codes(p, [&](auto codes) {
       using C = decltype(codes);
-      return D::by_mode(
+      return by_mode(
           mode, [](auto kind) -> MixRows { return mix_all<C::kBits, C::kValues, decltype(kind)::value, C::kZero>; });
     });
   }

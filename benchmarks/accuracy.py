@@ -112,7 +112,7 @@ def quantize_trellis(linear: int, words: int) -> Callable[["EvaluationData"], An
     """Bits of the linear layers and of the embeddings, of the rotated model."""
     trellis = eqq.formats.Trellis
     rules = {"embeddings.token_type.*": eqq.Int8(), "embeddings.*": trellis(words), "*": trellis(linear)}
-    return lambda data: eqq.quantize_tree(data.rotate_model(), rules, method=eqq.GPTQ(data.stats(rotated=True)))
+    return lambda data: eqq.quantize_tree(data.rotate_model(), rules, method=eqq.GPTQ(data.gradients_of_rotated()))
 
 
 def quantize_learned(
@@ -253,6 +253,12 @@ class EvaluationData:
         MODELS.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pickle.dumps(stats))
         return stats
+
+    @ft.cache
+    def gradients_of_rotated(self) -> Any:
+        return eqq.calibrate.collect_stats(
+            self.rotate_model(), self.train_on, apply=whole_sentences, gram=True, lookups=True, gradients=True
+        )
 
     def scores(self, q: minilm.Encoder) -> dict[str, float]:
         """The mean cosine with the float model, and the share of the ten nearest sentences that are the same."""

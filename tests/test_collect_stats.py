@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant.calibrate import collect_stats
+from eqquant.calibrate import _gradients, collect_stats
 
 from .helpers import weights
 
@@ -301,6 +301,72 @@ def test_lookups_in_a_loop_without_a_gradient():
         collect_stats(weights, [jnp.arange(8)], apply=apply, lookups=True)
     assert e.value.__cause__ is not None
     assert collect_stats(weights, [jnp.arange(8)], apply=apply)["table"].looked_up
+
+
+def one_output(m, x):
+    return jnp.tanh(m["first"] @ x) @ m["second"] @ m["last"]
+
+
+@pytest.mark.parametrize("most_rows", [2**15, 4])
+def test_gradients_in_the_place_of_inputs(monkeypatch, most_rows):
+    """With one output and one input in a batch, each gradient is exact, up to its sign."""
+    monkeypatch.setattr(_gradients, "_MOST_ROWS", most_rows)
+    weights = {"first": normal(5, 4), "second": normal(5, 6, seed=1), "last": normal(6, 1, seed=2)}
+    data = [normal(4, seed=n) for n in range(3, 9)]
+    stats = collect_stats(weights, data, apply=one_output, gram=True, gradients=True)
+    gradients = [jax.grad(lambda m, x: one_output(m, x)[0])(weights, x) for x in data]
+    for name, axis in (("first", -1), ("second", -2)):
+        rows = [np.asarray(g[name] if axis == -1 else g[name].T, np.float64) for g in gradients]
+        leaf = stats[name]
+        assert (leaf.axis, int(leaf.rows), leaf.note) == (axis, 6, "")
+        close(leaf.gram, sum(g.T @ g for g in rows) / sum(len(g) for g in rows))
+        close(leaf.second_moment, np.diagonal(leaf.gram))
+        if len(rows[0]) > most_rows:
+            assert leaf.output_gram is None
+        else:
+            close(leaf.output_gram, sum(g @ g.T for g in rows))
+    assert "output_gram" not in stats["first"].to_dict()
+    # Ranges stay those of the inputs, and so do the moments with fewer gradients than features.
+    close(stats["first"].max, jnp.max(jnp.stack(data), axis=0))
+    few = collect_stats(weights, data[:2], apply=one_output, gram=True, gradients=True)
+    assert few["last"].note == "2 gradients are too few for 6 features" and few["last"].output_gram is None
+    assert_same_fields(few["last"], collect_stats(weights, data[:2], apply=one_output, gram=True)["last"])
+    assert collect_stats(weights, data, apply=one_output, gradients=True)["first"].gram is None
+
+
+def assert_same_fields(leaf, other):
+    for name in ("rows", "min", "second_moment", "gram"):
+        np.testing.assert_array_equal(getattr(leaf, name), getattr(other, name))
+
+
+def test_gradients_of_stacks_and_shared_weights():
+    layers, data = normal(2, 4, 4), [normal(4, seed=n) for n in range(3, 9)]
+
+    def scanned(m, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(w @ x), None), x, m["layers"])[0] @ m["last"]
+
+    def unrolled(m, x):
+        return jnp.tanh(m["b"] @ jnp.tanh(m["a"] @ x)) @ m["last"]
+
+    last = normal(4, 1, seed=2)
+    known = {"gram": True, "gradients": True}
+    stacked = collect_stats({"layers": layers, "last": last}, data, apply=scanned, **known)["layers"]
+    apart = collect_stats({"a": layers[0], "b": layers[1], "last": last}, data, apply=unrolled, **known)
+    for n, name in enumerate("ab"):
+        close(stacked.gram[n], apart[name].gram)
+        close(stacked.output_gram[n], apart[name].output_gram)
+    # A weight in two places has the gradient of both.
+    w = layers[0]
+    both = collect_stats({"a": w, "b": w, "last": last}, data, apply=unrolled, **known)
+    gradients = [jax.grad(lambda w, x: unrolled({"a": w, "b": w, "last": last}, x)[0])(w, x) for x in data]
+    for name in "ab":
+        close(both[name].output_gram, sum(np.asarray(g, np.float64) @ np.asarray(g, np.float64).T for g in gradients))
+
+
+def test_gradients_of_a_model_that_has_none():
+    apply = lambda m, x: jax.lax.while_loop(lambda y: jnp.sum(y) < 0, lambda y: y + 1, m["w"] @ x)
+    with pytest.raises(ValueError, match="`gradients=True` needs a model that JAX can differentiate"):
+        collect_stats({"w": normal(8, 4)}, [normal(4)], apply=apply, gradients=True)
 
 
 def test_gradients_of_lookups_that_are_not_finite():

@@ -1,5 +1,6 @@
 """GPTQ, and scales weighted by inputs: against two independent libraries, brute force, and each other."""
 
+import dataclasses
 from pathlib import Path
 
 import equinox as eqx
@@ -10,9 +11,19 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._methods.gptq import OUTPUT_DAMPING, ROWS
 from eqquant.calibrate import collect_stats
 
 from .helpers import assert_same, FORMATS, outputs, SWEPT_SCALARS, weights
+
+
+class Fixed(eqq.extend.AbstractScaleMethod):
+    """Scales that are known."""
+
+    scale: np.ndarray
+
+    def choose_scales(self, blocks, format):
+        return jnp.asarray(self.scale, jnp.float32).reshape(blocks.shape)[..., 0], None
 
 
 GOLDEN = Path(__file__).parent / "golden" / "gptq_query_layer0.npz"
@@ -133,6 +144,88 @@ def test_under_jit_a_gram_matrix_that_is_not_finite_spoils_the_array():
     of = jax.jit(lambda w, gram: eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram)).dequantize())
     np.testing.assert_array_equal(of(w, gram), eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram)).dequantize())
     assert jnp.isnan(of(w, gram.at[3, 4].set(jnp.nan))).all()
+
+
+# Errors of rows, weighed by gradients
+
+
+def with_gradients(features=96, rows=24, seed=0):
+    """Statistics of a weight whose outputs the model mixes, and the Gram matrices of both sides."""
+    w = jr.normal(jr.key(seed), (rows, features))
+    mixing = jnp.eye(rows) + 0.4 * jr.normal(jr.key(seed + 1), (rows, rows))
+    apply = lambda m, x: x @ m["w"].T @ mixing
+    data = list(inputs(features, seed=seed).reshape(8, -1, features))
+    stats = collect_stats({"w": w}, data, apply=apply, gram=True, gradients=True)["w"]
+    return w, stats
+
+
+def loss_of_both(q, w, stats):
+    error = np.asarray(eqq.dequantize(q), np.float64) - np.asarray(w, np.float64)
+    return float(np.sum((stats.output_gram @ error @ stats.gram) * error))
+
+
+@pytest.mark.parametrize("rows", [40, 75])  # some rows are found together
+def test_rows_make_up_for_errors_by_hand(rows):
+    """Against the same steps in float64, with explicit inverses."""
+    w, stats = with_gradients(rows=rows)
+    q = eqq.quantize(w, eqq.Int4(32), method=eqq.GPTQ(stats))
+    both = np.asarray(stats.output_gram) + OUTPUT_DAMPING * np.mean(np.diag(stats.output_gram)) * np.eye(rows)
+    left, scale = np.asarray(w, np.float64), np.repeat(np.asarray(q.scale), 32, 1)
+    for first in range(0, rows, ROWS):
+        own, rest = slice(first, first + ROWS), slice(first, rows)
+        # These rows alone, with the scales of the first weight.
+        alone = eqq.quantize(
+            left[own].astype(np.float32), eqq.Int4(32), method=eqq.GPTQ(gram=stats.gram, method=Fixed(scale[own]))
+        )
+        inverse = np.linalg.inv(both[rest, rest])
+        count = len(left[own])
+        change = inverse[:, :count] @ np.linalg.solve(
+            inverse[:count, :count], left[own] - np.asarray(alone.dequantize())
+        )
+        assert np.mean(np.abs(np.asarray(q.dequantize())[own] - alone.dequantize()) < 1e-5) > 0.95
+        left[rest] -= change
+
+
+@pytest.mark.parametrize("format", [eqq.Int2(32), eqq.Int4(32, symmetric=False), eqq.NF4(), eqq.formats.Trellis(2)])
+def test_rows_lower_the_error_of_all_outputs(format):
+    w, stats = with_gradients(rows=40)
+    rows_alone = dataclasses.replace(stats, output_gram=None)
+    q, alone = (eqq.quantize(w, format, method=eqq.GPTQ(x)) for x in (stats, rows_alone))
+    assert jax.tree.structure(q) == jax.tree.structure(alone)
+    np.testing.assert_array_equal(q.scale, alone.scale)
+    assert loss_of_both(q, w, stats) < 0.85 * loss_of_both(alone, w, stats)
+    # Rows that do not depend on each other are quantized alone, also those without a gradient.
+    apart = dataclasses.replace(stats, output_gram=np.diag([*range(39), 0.0]))
+    assert_same(eqq.quantize(w, format, method=eqq.GPTQ(apart)), alone)
+
+
+def test_rows_of_stacks_and_other_axes():
+    (w, stats), (other, others) = with_gradients(), with_gradients(seed=5)
+    stack = lambda name: np.stack([getattr(stats, name), getattr(others, name)])
+    both = dataclasses.replace(
+        stats,
+        shape=(2, *w.shape),
+        rows=np.ones(2),
+        gram=stack("gram"),
+        output_gram=stack("output_gram"),
+        fingerprint=None,
+    )
+    stacked = eqq.quantize(jnp.stack([w, other]), "int4", method=eqq.GPTQ(both))
+    for n, (x, known) in enumerate(((w, stats), (other, others))):
+        assert_same(jax.tree.map(lambda a, n=n: a[n], stacked), eqq.quantize(x, "int4", method=eqq.GPTQ(known)))
+    turned = dataclasses.replace(stats, shape=w.T.shape, axis=-2, fingerprint=None)
+    q = eqq.quantize(w.T, "int4", axis=-2, method=eqq.GPTQ(turned))
+    np.testing.assert_array_equal(q.dequantize().T, stacked.dequantize()[0])
+
+
+def test_a_row_that_is_not_finite_spoils_no_other():
+    w, stats = with_gradients()
+    stats = dataclasses.replace(stats, fingerprint=None)
+    of = jax.jit(lambda w, stats: eqq.quantize(w, eqq.Int4(96), method=eqq.GPTQ(stats)).dequantize())
+    found = of(w.at[3, 4].set(jnp.inf), stats)
+    assert jnp.isnan(found[3]).all() and jnp.isfinite(jnp.delete(found, 3, axis=0)).all()
+    spoiled = dataclasses.replace(stats, output_gram=stats.output_gram + np.where(np.eye(24), np.nan, 0))
+    assert jnp.isnan(of(w, spoiled)).all()
 
 
 # Models

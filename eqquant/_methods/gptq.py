@@ -1,6 +1,7 @@
-"""GPTQ: rounds one column at a time, and corrects its error in the columns that follow."""
+"""GPTQ: rounds one column at a time, and corrects its error in the columns and rows that follow."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import equinox as eqx
@@ -11,13 +12,19 @@ from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray, UInt8
 
 from .._formats.base import AbstractFormat, AbstractSequenceFormat, Scales
 from .._numerics.batching import Index
-from .._numerics.blocks import divide
+from .._numerics.blocks import dequantize_blocks, divide
 from .absmax import AbsMax
 from .base import AbstractMethod, AbstractScaleMethod
 from .choose import Rows, ZeroPoints
-from .gram import check_gram, get_gram, HIGHEST, map_layers, WIDTH
+from .gram import check_gram, get_gram, get_output_gram, HIGHEST, map_layers, WIDTH
 from .grid import decode_by, encode_by, EncodedRows, Grid, store
 from .statistics import Inputs
+
+
+# How many rows are found together, if rows make up for the errors of others.
+ROWS = 32
+# The damping of a Gram matrix of outputs. Large: a product of two Gram matrices only approximates the error.
+OUTPUT_DAMPING = 1.0
 
 
 class GPTQ(AbstractMethod):
@@ -30,6 +37,10 @@ class GPTQ(AbstractMethod):
     `method` chooses the scales from the original weight, so columns may come in any order, and the array need not
     remember which. Works with every format whose codes stand for one value, and with [`eqquant.formats.Trellis`][]:
     there columns keep their order, and each path of the search makes up for its own errors.
+
+    With the gradients of [`eqquant.calibrate.collect_stats`][] the error is that of the outputs of the model, about
+    $\operatorname{tr}\, H (W - \hat W)\, G\, (W - \hat W)^T$, where $H$ is the `output_gram`. Then rows to come
+    make up for the errors of rows, too.
 
     Columns whose input is always zero are rounded to the nearest code; in a trellis they count least. If the Gram
     matrix is singular even with its damping, the damping grows tenfold until it is not.
@@ -45,6 +56,8 @@ class GPTQ(AbstractMethod):
     ??? cite
 
         [GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers](https://arxiv.org/abs/2210.17323)
+
+        Gradients: [Model-Preserving Adaptive Rounding](https://arxiv.org/abs/2505.22988)
     """
 
     inputs: Inputs
@@ -98,24 +111,30 @@ class GPTQ(AbstractMethod):
             raise ValueError("`key` must be None with GPTQ, which rounds to the nearest code. Got a key.")
         if rows.shape[-1] == 0:  # no column to round
             return self.method.quantize_rows(rows, format, chunk=chunk)
-        gram = get_gram(self.inputs)
-        scale, zero_point = self._choose_scales(rows, gram, format, chunk)
+        gram, outputs = get_gram(self.inputs), get_output_gram(self.inputs)
+        grams = [gram] if outputs is None else [gram, outputs]
+        scale, zero_point = self._choose_scales(rows, grams, format, chunk)
         scale_bits, offset_bits, grid = store(rows, scale, zero_point, format, chunk)
-        order, find = self.order, lambda factor, columns, grid: _find_codes(factor, columns, grid, format)
-        if isinstance(format, AbstractSequenceFormat):
-            order, find = None, lambda factor, columns, grid: _find_sequences(factor, columns, grid, format)
-        codes = map_layers(lambda gram: _factor(gram, self.damping, order), find, gram, chunk, rows, grid)
+        order = None if isinstance(format, AbstractSequenceFormat) else self.order
+        factor = lambda gram: _factor(gram, self.damping, order)
+        if outputs is None:
+            find = lambda factor, columns, grid: _find(factor, columns, grid, format)
+            codes = map_layers(factor, find, grams, chunk, rows, grid)
+        else:
+            factors = lambda gram, outputs: (factor(gram), _factor(outputs, OUTPUT_DAMPING, None))
+            find = lambda factors, columns, grid: _find_by_rows(factors, columns, grid, format)
+            codes = map_layers(factors, find, grams, None, rows, grid)
         return EncodedRows(codes, scale_bits, grid.zero_point, offset_bits)
 
     def _choose_scales(
-        self, rows: Rows, gram: Array, format: AbstractFormat, chunk: int | None
+        self, rows: Rows, grams: Sequence[Array], format: AbstractFormat, chunk: int | None
     ) -> tuple[Scales, ZeroPoints]:
-        method = self.method
+        method, gram = self.method, grams[0]
         if method.choose_weighted is not None and method.inputs is None:
             method = dataclasses.replace(method, inputs=jnp.diagonal(gram, axis1=-2, axis2=-1))  # pyright: ignore[reportCallIssue]
         scale, zero_point = method.choose_for_rows(rows, format, chunk=chunk)
         # A Gram matrix that is not finite is found here only under `jit`.
-        spoiled = jnp.sum(gram * 0, axis=(-2, -1))
+        spoiled = sum((jnp.sum(x * 0, axis=(-2, -1)) for x in grams), jnp.zeros(()))
         return scale + spoiled.reshape(*spoiled.shape, *[1] * (scale.ndim - spoiled.ndim)), zero_point
 
 
@@ -158,6 +177,52 @@ def _factor(gram: Float32[Array, "length length"], damping: float | int, order: 
     singular = lambda state: (state[0] < 10) & ~jnp.isfinite(state[2]).all()
     start = (jnp.asarray(0, jnp.int32), jnp.asarray(damping, jnp.float32), jnp.full_like(eye, jnp.nan))
     return _Factor(jax.lax.while_loop(singular, grow, start)[2], columns, live)
+
+
+def _find_by_rows(
+    factors: tuple[_Factor, _Factor],
+    columns: Float[Array, "length rows"],
+    grid: Grid,
+    format: AbstractFormat,
+) -> UInt8[Array, "codes rows"]:
+    """Returns codes, found for a few rows at a time: the rows to come make up for their errors."""
+    (inputs, outputs), count = factors, columns.shape[-1]
+    padding = -count % ROWS
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, padding)))
+    columns, grid = pad(columns.astype(jnp.float32)), jax.tree.map(pad, grid)
+    factor = jnp.pad(outputs.upper, (0, padding)) + jnp.diag((jnp.arange(count + padding) >= count).astype(jnp.float32))
+
+    def find_some(errors: Array, first: Index) -> tuple[Array, Array]:
+        part = lambda x: jax.lax.dynamic_slice_in_dim(x, first, ROWS, axis=1)
+        above, levels = part(factor), jax.tree.map(part, grid)
+        corrected = part(columns) - jnp.matmul(errors, above, precision=HIGHEST)
+        codes = _find(inputs, corrected, levels, format)
+        error = corrected - _decode(codes, len(columns), levels, format)
+        error = jnp.where(jnp.isfinite(error), error, 0)  # a row that is not finite spoils no other
+        within = jax.lax.dynamic_slice_in_dim(above, first, ROWS)
+        own = jax.scipy.linalg.solve_triangular(within.T, error.T, lower=True).T
+        return jax.lax.dynamic_update_slice_in_dim(errors, own, first, axis=1), codes
+
+    starts = jnp.arange((count + padding) // ROWS) * ROWS
+    _, codes = jax.lax.scan(find_some, jnp.zeros_like(columns), starts)
+    return jnp.moveaxis(codes, 0, 1).reshape(codes.shape[1], -1)[:, :count]
+
+
+def _decode(
+    codes: UInt8[Array, "codes rows"], length: int, grid: Grid, format: AbstractFormat
+) -> Float32[Array, "length rows"]:
+    grid = jax.tree.map(lambda x: x.T, grid)
+    if not isinstance(format, AbstractSequenceFormat):
+        return decode_by(codes.T, grid, format).T
+    return dequantize_blocks(format.decode_row(codes.T, length), grid.stored_scale, None, None, format.block_size).T
+
+
+def _find(
+    factored: _Factor, columns: Float[Array, "length rows"], grid: Grid, format: AbstractFormat
+) -> UInt8[Array, "codes rows"]:
+    if isinstance(format, AbstractSequenceFormat):
+        return _find_sequences(factored, columns, grid, format)
+    return _find_codes(factored, columns, grid, format)
 
 
 def _find_codes(

@@ -1,6 +1,6 @@
 """Errors of outputs, by the Gram matrix of the inputs: the mean of $x x^T$."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,12 @@ def get_gram(inputs: Inputs) -> Float32[Array, "*stack length length"]:
     return jnp.asarray(statistic(inputs, "gram"), jnp.float32)
 
 
+def get_output_gram(inputs: Inputs) -> Float32[Array, "*stack rows rows"] | None:
+    """Returns the Gram matrix of the rows of the gradients of a weight, if it was collected."""
+    gram = getattr(inputs, "output_gram", None)
+    return None if gram is None else jnp.asarray(gram, jnp.float32)
+
+
 def check_gram(inputs: Inputs, gram: Array | np.ndarray | None, damping: float | int) -> Inputs:
     """Returns the statistics or the Gram matrix given to a method.
 
@@ -34,19 +40,19 @@ def check_gram(inputs: Inputs, gram: Array | np.ndarray | None, damping: float |
 
 
 def map_layers(
-    prepare: Callable[[Array], PyTree],
+    prepare: Callable[..., PyTree],
     function: Callable[..., PyTree],
-    gram: Float32[Array, "*stack length length"],
+    grams: Sequence[Float32[Array, "*stack _ _"]],
     chunk: int | None,
     *arrays: PyTree,
 ) -> PyTree:
-    """Returns `function(prepare(gram), *arrays)` for each layer, a chunk of rows at a time.
+    """Returns `function(prepare(*grams), *arrays)` for each layer, a chunk of rows at a time.
 
     The function takes and returns arrays whose columns come first, `(length, rows)`, so that one is contiguous.
     """
 
-    def compute(gram: Array, *arrays: PyTree) -> PyTree:
-        prepared = prepare(gram)
+    def compute(grams: Sequence[Array], *arrays: PyTree) -> PyTree:
+        prepared = prepare(*grams)
 
         def compute_rows(_: Index, *arrays: PyTree) -> PyTree:
             *batch, _ = arrays[0].shape
@@ -55,4 +61,4 @@ def map_layers(
 
         return map_chunks(compute_rows, chunk, *arrays)
 
-    return vmap_leading(compute, gram.ndim - 2)(gram, *arrays)
+    return vmap_leading(compute, grams[0].ndim - 2)(grams, *arrays)

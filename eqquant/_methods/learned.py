@@ -99,7 +99,7 @@ class LearnedRounding(AbstractMethod):
         grid = load_grid(start.scale, start.zero_point, start.offset, format)
         damp = lambda gram: _damp(gram, self.damping)
         descend = lambda gram, columns, codes, grid: _descend(gram, columns, codes, grid, format, self.rounds)
-        codes, scale = map_layers(damp, descend, gram, chunk, rows, start.codes, grid)
+        codes, scale = map_layers(damp, descend, [gram], chunk, rows, start.codes, grid)
         scale_bits = scale_to_bits(scale, format.scale_dtype) if _fits(format) else start.scale
         return start._replace(codes=codes, scale=scale_bits)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ from .._tree.weights import ineligible_reason, place_reason
 from .._types import PyTree
 from .._wrappers.mapped import AbstractMappedArray
 from ._calibrator import AbstractCalibrator
-from ._lookups import Lookups
+from ._gradients import Gradients
 from ._observers import ObservedFunction, Sums, WeightObserver
 from ._result import CalibrationResult
 from ._stats import ActivationStats, LeafStats
@@ -37,6 +37,7 @@ def collect_stats(
     threshold: float | int = 6.0,
     gram: bool = False,
     lookups: bool = False,
+    gradients: bool = False,
     calibrator: AbstractCalibrator | None = None,
 ) -> ActivationStats:
     r"""Runs a model on data and collects statistics of the inputs of each weight.
@@ -73,6 +74,10 @@ def collect_stats(
     - `gram`: whether to keep the Gram matrix of the inputs of each weight: `features**2` numbers of float64.
     - `lookups`: whether to measure how much the outputs depend on weights that are looked up, such as embeddings, by
         one backward pass for each batch. Then methods treat them as they treat weights with inputs.
+    - `gradients`: whether inputs count by how much the outputs depend on their products, by one backward pass for each
+        batch. Then methods choose codes for a small error of the outputs of the model. `second_moment` and `gram` are
+        of the gradients of the rows of each weight, in random directions of the outputs; with `gram=True` there is an
+        `output_gram` of the columns too. A weight of fewer gradients than features keeps the moments of its inputs.
     - `calibrator`: finds the range of all values of the inputs of each weight, for `activations=` of
         [`eqquant.quantize_tree`][]: [`eqquant.calibrate.MSERange`][]`("int8")`, for instance, with one scale. By
         default the whole range.
@@ -93,6 +98,8 @@ def collect_stats(
     - `outlier_rate`: the share of values whose magnitude exceeds `threshold`, from 0 to 1.
     - `gram`: with `gram=True`, the mean of $x x^T$: float64 `(*stack, features, features)`. The Hessian of GPTQ is
         twice this matrix.
+    - `output_gram`: with `gradients=True`, the sum of $d d^T$ over the gradients $d$ of the columns: float64
+        `(*stack, rows, rows)`. `None` for more than 32,768 rows.
     - `calibrated`: with a `calibrator`, its result for all values of the inputs: `(*stack,)`.
     - `looked_up`: whether the weight was only indexed, as an embedding. With `lookups=True` its `second_moment` and
         `gram` are moments of the gradients of its entries, in random directions of the outputs, and `rows` counts them.
@@ -122,11 +129,10 @@ def collect_stats(
     make = lambda leaf: WeightObserver(leaf.path, tuple(leaf.value.shape), threshold, gram, calibrator=calibrator)
     observers = make_observers(_select_weights(model, where), make)
     run = as_apply(apply)
-    tables = Lookups(eqx.filter_jit(run), model, observers)
-    data = as_batches(batches)
-    data = tables.after_each(data) if lookups else data
+    taken = Gradients(eqx.filter_jit(run), model, observers, lookups, gradients)
+    data = taken.after_each(as_batches(batches))
     count = observe_batches(ObservedFunction(run, observers, is_weight), model, data, observers)
-    found = [(leaf, _add_lookups(make_stats(leaf, observer), tables, gram)) for leaf, observer in observers]
+    found = [(leaf, _add_gradients(make_stats(leaf, observer), taken, gram)) for leaf, observer in observers]
     leaves = tuple(_add_fingerprint(stats, leaf) for leaf, stats in found)
     if all(leaf.axis is None for leaf in leaves):
         notes = abbreviate_list(f"{leaf.path}: {leaf.note}" for leaf in leaves)
@@ -138,23 +144,28 @@ def _add_fingerprint(stats: LeafStats, leaf: Leaf) -> LeafStats:
     return stats if is_weight(leaf.value) else dataclasses.replace(stats, fingerprint=fingerprint(leaf.value))
 
 
-def _add_lookups(stats: LeafStats, tables: Lookups, gram: bool) -> LeafStats:
-    rows = tables.rows.get(stats.path)
-    if rows is None or not stats.looked_up:  # a later batch may have multiplied it
+def _add_gradients(stats: LeafStats, gradients: Gradients, gram: bool) -> LeafStats:
+    axes = (stats.axis,) if isinstance(stats.axis, int) else stats.axis
+    key = stats.path, axes, stats.rows.shape
+    if key not in gradients.rows or (axes is None and not stats.looked_up):  # a later batch may have multiplied a table
         return stats
-    features = stats.shape[-1]
-    if rows.min() < features:
+    rows, total = gradients.rows[key], gradients.gram[key]
+    if rows.min() < (features := total.shape[-1]):
         # Errors in directions without a gradient would count as zero.
-        few = f"{stats.note}, and {rows.min():.0f} gradients are too few for {features} features"
-        return dataclasses.replace(stats, note=few)
-    mean = tables.gram[stats.path] / np.maximum(rows, 1)[..., None, None]
+        few = f"{rows.min():.0f} gradients are too few for {features} features"
+        return dataclasses.replace(stats, note=f"{stats.note}, and {few}" if stats.note else few)
+    mean = total / np.maximum(rows, 1)[..., None, None]
+    of_table: dict[str, Any] = {
+        "axis": -1,
+        "note": f"{stats.note}, but the outputs depend on it",
+        "rows": np.asarray(rows, np.int64),
+    }
     return dataclasses.replace(
         stats,
-        axis=-1,
-        note=f"{stats.note}, but the outputs depend on it",
-        rows=np.asarray(rows, np.int64),
         second_moment=np.diagonal(mean, axis1=-2, axis2=-1).copy(),
         gram=mean if gram else None,
+        output_gram=gradients.output_gram.get(key) if gram else None,
+        **of_table if axes is None else {},
     )
 
 

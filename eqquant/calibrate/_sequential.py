@@ -357,7 +357,7 @@ def _select_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
     stats = method.inputs
     if not isinstance(stats, LeafStats):
         return method
-    names = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "gram")
+    names = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "gram", "output_gram")
     arrays = {name: np.asarray(value[layer]) for name in names if (value := getattr(stats, name)) is not None}
     stats = dataclasses.replace(stats, shape=stats.shape[1:], **arrays)
     return dataclasses.replace(method, inputs=stats)  # pyright: ignore[reportCallIssue]

@@ -36,6 +36,8 @@ class LeafStats:
     - `outlier_rate`: the share of values whose magnitude exceeds the threshold.
     - `gram`: with `gram=True`, the mean of $x x^T$: float64, `(*stack, features, features)`. The Hessian of GPTQ is
         twice this matrix.
+    - `output_gram`: with `gradients=True`, the sum of $d d^T$ over the gradients $d$ of the columns: float64,
+        `(*stack, rows, rows)`. `None` for more than 32,768 rows.
     - `calibrated`: with a `calibrator`, its `CalibrationResult` for all values of the inputs, one
         for each layer of a stack: `(*stack,)`.
     - `looked_up`: whether the weight was only indexed, as an embedding, so that it has no inputs. With `lookups=True`
@@ -60,12 +62,13 @@ class LeafStats:
     second_moment: np.ndarray | None = None
     outlier_rate: float | None = None
     gram: np.ndarray | None = dataclasses.field(default=None, repr=False)
+    output_gram: np.ndarray | None = dataclasses.field(default=None, repr=False)
     looked_up: bool = False
     calibrated: CalibrationResult | None = dataclasses.field(default=None, repr=False)
     fingerprint: np.ndarray | None = dataclasses.field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain Python values, without the Gram matrix."""
+        """Returns the fields as plain Python values, without the Gram matrices."""
         return as_plain(self)
 
     def activations(self) -> tuple[AbstractFormat, Array, Array | None]:
@@ -90,7 +93,7 @@ class LeafStats:
         return format, *choose_qparams(jnp.minimum(low, 0), jnp.maximum(high, 0), format)
 
 
-_STATISTICS = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "outlier_rate", "gram")
+_STATISTICS = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "outlier_rate", "gram", "output_gram")
 
 
 def _flatten_stats(stats: LeafStats) -> tuple[tuple[PyTree, ...], tuple[Hashable, ...]]:

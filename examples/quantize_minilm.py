@@ -120,7 +120,7 @@ def machine() -> str:
     )
 
 
-def main(*, count: int, repeats: int, summary: bool) -> None:
+def main(plans: Sequence[str], *, count: int, repeats: int, summary: bool) -> None:
     print(machine())
     sentences = english_sentences()
     ids, mask = minilm.tokenize(select_evenly(sentences, count), TOKENS)
@@ -131,7 +131,7 @@ def main(*, count: int, repeats: int, summary: bool) -> None:
 
     float_model = minilm.load_model()
     models = {"float32": float_model}
-    models |= {name: eqq.quantize_tree(float_model, plan) for name, plan in PLANS.items()}
+    models |= {name: eqq.quantize_tree(float_model, PLANS[name]) for name in plans}
     embeddings = {name: embed_all(model, ids, mask) for name, model in models.items()}
     seconds = median_seconds(models, ids[:BATCH], mask[:BATCH], repeats)
 
@@ -169,8 +169,10 @@ def main(*, count: int, repeats: int, summary: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What quantization costs a sentence embedder.")
-    parser.add_argument("--smoke", action="store_true", help="32 sentences and few repeats")
+    parser.add_argument("--smoke", action="store_true", help="16 sentences, few repeats, and two plans")
     parser.add_argument("--summary", action="store_true", help="show every leaf of the mixed model")
     arguments = parser.parse_args()
-    smoke = arguments.smoke
-    main(count=32 if smoke else 256, repeats=3 if smoke else 15, summary=arguments.summary)
+    if arguments.smoke:
+        main(["NF4", "mixed plan"], count=16, repeats=1, summary=arguments.summary)
+    else:
+        main(list(PLANS), count=256, repeats=15, summary=arguments.summary)

@@ -229,6 +229,7 @@ def methods() -> str:
 # What the mixes of `benchmarks/accuracy.py` are: linear layers, those with more bits, and words.
 MIXES = {
     "trellis 2.04": "trellis2, words too; rotated; GPTQ",
+    "trellis 3.04": "trellis3, words too; rotated; GPTQ with gradients",
     "2.57": "3 bits; words 2, weighed",
     "3.30": "NF4, value and output 5; words 2, weighed",
     "3.78": "NF4, value and output 5; words 3",

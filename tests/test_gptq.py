@@ -152,7 +152,7 @@ def test_under_jit_a_gram_matrix_that_is_not_finite_spoils_the_array():
 def with_gradients(features=96, rows=24, seed=0):
     """Statistics of a weight whose outputs the model mixes, and the Gram matrices of both sides."""
     w = jr.normal(jr.key(seed), (rows, features))
-    mixing = jnp.eye(rows) + 0.4 * jr.normal(jr.key(seed + 1), (rows, rows))
+    mixing = jr.normal(jr.key(seed + 1), (rows, rows)) * jnp.geomspace(0.05, 3, rows)[None]
     apply = lambda m, x: x @ m["w"].T @ mixing
     data = list(inputs(features, seed=seed).reshape(8, -1, features))
     stats = collect_stats({"w": w}, data, apply=apply, gram=True, gradients=True)["w"]
@@ -188,14 +188,15 @@ def test_rows_make_up_for_errors_by_hand(rows):
 
 @pytest.mark.parametrize("format", [eqq.Int2(32), eqq.Int4(32, symmetric=False), eqq.NF4(), eqq.formats.Trellis(2)])
 def test_rows_lower_the_error_of_all_outputs(format):
-    w, stats = with_gradients(rows=40)
+    # Without native kernels the search of a trellis takes long.
+    w, stats = with_gradients(16 if isinstance(format, eqq.formats.Trellis) else 96, 5 * ROWS)
     rows_alone = dataclasses.replace(stats, output_gram=None)
     q, alone = (eqq.quantize(w, format, method=eqq.GPTQ(x)) for x in (stats, rows_alone))
     assert jax.tree.structure(q) == jax.tree.structure(alone)
     np.testing.assert_array_equal(q.scale, alone.scale)
-    assert loss_of_both(q, w, stats) < 0.85 * loss_of_both(alone, w, stats)
+    assert loss_of_both(q, w, stats) < 0.7 * loss_of_both(alone, w, stats)
     # Rows that do not depend on each other are quantized alone, also those without a gradient.
-    apart = dataclasses.replace(stats, output_gram=np.diag([*range(39), 0.0]))
+    apart = dataclasses.replace(stats, output_gram=np.diag([*range(5 * ROWS - 1), 0.0]))
     assert_same(eqq.quantize(w, format, method=eqq.GPTQ(apart)), alone)
 
 

@@ -221,10 +221,10 @@ def values_of_trellis(codes, bits, first, second, length):
     """The values of rows, window by window."""
     values = np.empty((len(codes), length))
     for row, at in np.ndindex(values.shape):
-        first = at // 128 * 128
-        segment = codes[row, first // 8 * bits :][: min(128, -(-(length - first) // 16) * 16) * bits // 8]
+        start = at // 128 * 128
+        segment = codes[row, start // 8 * bits :][: min(128, -(-(length - start) // 16) * 16) * bits // 8]
         circle = np.unpackbits(segment, bitorder="little")
-        window = int((np.take(circle, (at - first) * bits + np.arange(12), mode="wrap") << np.arange(12)).sum())
+        window = int((np.take(circle, (at - start) * bits + np.arange(12), mode="wrap") << np.arange(12)).sum())
         product = window * first % 2**16
         high = product * second // 2**16
         values[row, at] = product % 64 + product // 256 % 64 + high % 64 + high // 256 % 64 - 123

@@ -1,4 +1,4 @@
-"""GPTQ: rounds one column at a time, and corrects its error in the columns and rows that follow."""
+"""GPTQ: rounds one column at a time, and corrects its error in what follows."""
 
 import dataclasses
 from collections.abc import Sequence

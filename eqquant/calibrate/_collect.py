@@ -155,7 +155,7 @@ def _add_gradients(stats: LeafStats, gradients: Gradients, gram: bool) -> LeafSt
         few = f"{rows.min():.0f} gradients are too few for {features} features"
         return dataclasses.replace(stats, note=f"{stats.note}, and {few}" if stats.note else few)
     mean = total / np.maximum(rows, 1)[..., None, None]
-    of_table: dict[str, Any] = {
+    table_fields: dict[str, Any] = {
         "axis": -1,
         "note": f"{stats.note}, but the outputs depend on it",
         "rows": np.asarray(rows, np.int64),
@@ -165,7 +165,7 @@ def _add_gradients(stats: LeafStats, gradients: Gradients, gram: bool) -> LeafSt
         second_moment=np.diagonal(mean, axis1=-2, axis2=-1).copy(),
         gram=mean if gram else None,
         output_gram=gradients.output_gram.get(key) if gram else None,
-        **of_table if axes is None else {},
+        **table_fields if axes is None else {},
     )
 
 

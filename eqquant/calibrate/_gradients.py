@@ -30,9 +30,9 @@ _MOST_ROWS = 2**15
 
 
 class Gradients:
-    r"""Sums $g g^T$ over the gradients $g$ of the rows of weights, in float64, and over their columns.
+    r"""Sums $g g^T$ over the gradients $g$ of the rows of weights, and of their columns.
 
-    Rows of tables are their entries; their columns have no sums.
+    Sums are float64. Rows of tables are their entries; their columns have no sums.
 
     Each gradient is of the outputs projected on a random direction. So the mean of $g g^T$ is the mean of $J^T J$,
     where $J$ holds the derivatives of all outputs by one row: its error $e$ changes the outputs by $e^T J^T J e$.

@@ -67,7 +67,7 @@ def read_imatrix(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 def write_imatrix(path: Path, inputs: Mapping[str, object], metadata: Mapping[str, object]) -> None:
     """Writes statistics of inputs by the names of weights.
 
-    They are collected ones, or mean squares, which count once. Weights without inputs, such as embeddings, are left out.
+    They are collected ones, or mean squares, which count once. Weights without inputs are left out.
     """
     tensors: list[NewTensor] = []
     for name, x in inputs.items():

@@ -87,7 +87,7 @@ def test_quantize(run, checkpoint, tmp_path):
     losing = ("--rule", "layers.0.proj.*=int8", "--rule", "embed.*=int6", "--skip", "layers.0.*")
     line = run("quantize", checkpoint, out, *options, *losing)
     assert line.count("\n") == 1 and "times smaller" in line and "in layers.1.proj.weight" in line
-    assert ": 21.89 KB -> " in line
+    assert ": 24.96 KB -> " in line
     loaded, floats = eqq.load(out), load_file(checkpoint)
     assert loaded["embed"]["weight"].format == eqq.Int8()
     assert loaded["layers"]["1"]["proj"]["weight"].format == eqq.Int4(32)

@@ -60,13 +60,12 @@ class JointMSE(AbstractMethod):
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
     ) -> EncodedRows:
-        nested = format.scale_format
-        two_levels = nested is not None and isinstance(nested.block_size, int) and nested.scale_format is None
-        if not two_levels and not isinstance(format, AbstractOffsetFormat):
+        nested = _two_levels(format)
+        if nested is None and not isinstance(format, AbstractOffsetFormat):
             return MSE(self.inputs).quantize_rows(rows, format, key=key, chunk=chunk)
         columns = jnp.ones(rows.shape[-1:], jnp.float32) if self.inputs is None else weigh_columns(self.inputs)
         scale, offset = choose_by_weights(_choose_scales, rows, columns, format, chunk)
-        if not two_levels:
+        if nested is None:
             return encode_rows(rows, scale, offset, format, key=key, chunk=chunk)
         weights = broadcast_weights(columns, rows)
         choose = lambda _, rows, weights, scale, offset: _choose_two_levels(
@@ -75,6 +74,12 @@ class JointMSE(AbstractMethod):
         scale_bits, offset_bits = map_chunks(choose, chunk, rows, weights, scale, offset)
         grid = load_grid(scale_bits, None, offset_bits, format)._replace(weights=weights)
         return encode_by_chunks(rows, scale_bits, offset_bits, grid, format, key, chunk)
+
+
+def _two_levels(format: AbstractFormat) -> AbstractFormat | None:
+    """Returns the format of the scales, if groups of blocks share a float."""
+    nested = format.scale_format
+    return nested if nested is not None and isinstance(nested.block_size, int) and nested.scale_format is None else None
 
 
 def _choose_scales(blocks: Blocks, weights: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:

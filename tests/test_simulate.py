@@ -104,7 +104,7 @@ def test_clip_where_scales_are_negative():
 @every_kind
 def test_values_in_range_get_a_gradient(name, getkey):
     # Along any axis. Values out of range equal the rounded end of the range.
-    x = weights(getkey(), (70, 4))
+    x = jr.normal(getkey(), (70, 4))
     format = FORMATS[name].format
     outside = find_clipped(x, format, axis=0)
     error = np.abs(np.asarray(x - eqq.quantize(x, format, axis=0).dequantize()))

@@ -26,8 +26,8 @@ def fingerprint(x: Array | np.ndarray) -> np.ndarray | None:
     """
     if isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
         return None
-    # JAX refuses some dtypes of NumPy's.
-    return np.asarray(_sum_with_signs(x.astype(np.float32) if isinstance(x, np.ndarray) else x))
+    # JAX refuses some dtypes of NumPy's, and masked arrays.
+    return np.asarray(_sum_with_signs(np.asarray(x, np.float32) if isinstance(x, np.ndarray) else x))
 
 
 @jax.jit

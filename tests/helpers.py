@@ -209,8 +209,6 @@ def temp_bytes(f: Callable[..., Any], *args: Any) -> int:
 
 def weights(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
     """Normally distributed values. NumPy draws them: of all programs, random ones take longest to compile."""
-    if isinstance(key, jax.core.Tracer):
-        return jax.random.normal(key, shape, dtype)
     draw = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     return jnp.asarray(draw.standard_normal(shape, np.float32).astype(dtype))
 

@@ -58,7 +58,8 @@ class Stacked(eqx.Module):
     layers: Block
 
     def __init__(self, key):
-        self.layers = eqx.filter_vmap(Block)(jr.split(key, 2))
+        stack = lambda *parts: jnp.stack(parts) if eqx.is_array(parts[0]) else parts[0]
+        self.layers = jax.tree.map(stack, *Model(key).layers)
 
     def __call__(self, x):
         arrays, static = eqx.partition(self.layers, eqx.is_array)

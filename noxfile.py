@@ -100,9 +100,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs one in eight cases of each test, as the date chooses, on the newest versions. `-- --every 1` runs all."""
+    """Runs one in five cases of each test, as the date chooses, on the newest versions. `-- --every 1` runs all."""
     install(session, "tests", "ecosystem", "examples", weights=True)
-    pytest(session, "--every", "8")
+    pytest(session, "--every", "5")
 
 
 @nox.session(python=OLDEST_PYTHON)

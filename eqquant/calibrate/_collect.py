@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import equinox as eqx
 import jax
@@ -155,17 +155,14 @@ def _add_gradients(stats: LeafStats, gradients: Gradients, gram: bool) -> LeafSt
         few = f"{rows.min():.0f} gradients are too few for {features} features"
         return dataclasses.replace(stats, note=f"{stats.note}, and {few}" if stats.note else few)
     mean = total / np.maximum(rows, 1)[..., None, None]
-    table_fields: dict[str, Any] = {
-        "axis": -1,
-        "note": f"{stats.note}, but the outputs depend on it",
-        "rows": np.asarray(rows, np.int64),
-    }
+    if axes is None:
+        note = f"{stats.note}, but the outputs depend on it"
+        stats = dataclasses.replace(stats, axis=-1, note=note, rows=np.asarray(rows, np.int64))
     return dataclasses.replace(
         stats,
         second_moment=np.diagonal(mean, axis1=-2, axis2=-1).copy(),
         gram=mean if gram else None,
         output_gram=gradients.output_gram.get(key) if gram else None,
-        **table_fields if axes is None else {},
     )
 
 

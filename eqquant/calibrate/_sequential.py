@@ -31,7 +31,7 @@ from .._wrappers.activation import ActivationQuantizedArray, with_weight
 from ._collect import explain_unseen, is_weight, make_stats, observe_batches
 from ._dataflow import find_places, Place
 from ._observers import ObservedFunction, WeightObserver
-from ._stats import LeafStats
+from ._stats import LeafStats, PER_LAYER
 
 
 # The damping of a Gram matrix, relative to the mean of its diagonal.
@@ -357,8 +357,7 @@ def _select_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
     stats = method.inputs
     if not isinstance(stats, LeafStats):
         return method
-    names = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "gram", "output_gram")
-    arrays = {name: np.asarray(value[layer]) for name in names if (value := getattr(stats, name)) is not None}
+    arrays = {name: np.asarray(value[layer]) for name in PER_LAYER if (value := getattr(stats, name)) is not None}
     stats = dataclasses.replace(stats, shape=stats.shape[1:], **arrays)
     return dataclasses.replace(method, inputs=stats)  # pyright: ignore[reportCallIssue]
 

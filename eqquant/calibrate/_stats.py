@@ -93,7 +93,9 @@ class LeafStats:
         return format, *choose_qparams(jnp.minimum(low, 0), jnp.maximum(high, 0), format)
 
 
-_STATISTICS = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "outlier_rate", "gram", "output_gram")
+# The statistics with an entry for each layer of a stack.
+PER_LAYER = ("rows", "min", "max", "mean", "mean_abs", "second_moment", "gram", "output_gram")
+_STATISTICS = (*PER_LAYER, "outlier_rate")
 
 
 def _flatten_stats(stats: LeafStats) -> tuple[tuple[PyTree, ...], tuple[Hashable, ...]]:

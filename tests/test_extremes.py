@@ -58,14 +58,8 @@ CASES = [
 ]
 
 
-# An expected failure: mend it, and take it out.
-KNOWN = {("int2_affine", "learned"): "of values of 3.4e38 the error is up to 3.6 times that of zeros"}
-
-
 @pytest.mark.parametrize("name, method", CASES)
-def test_never_worse_than_zeros(request, name, method):
-    if (name, method) in KNOWN:
-        request.applymarker(pytest.mark.xfail(reason=KNOWN[name, method], strict=True, raises=AssertionError))
+def test_never_worse_than_zeros(name, method):
     format, x = FORMATS[name].format, values()
     dense = quantize_values(x, format, METHODS[method])
     assert np.isfinite(dense).all()

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt, UInt8
 from .._formats.base import AbstractFormat, AbstractVectorFormat, find_levels, has_offsets, Scales
 from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import absmax, dequantize_blocks, divide, ends, expand, not_finite, num_blocks
-from .._numerics.scale_bits import bits_to_scale, round_up_from_zero, scale_to_bits
+from .._numerics.scale_bits import bits_to_scale, clip_finite, round_up_from_zero, scale_to_bits
 from .choose import check_scales, choose_by_blocks, choose_by_parts, mark, Rows, ZeroPoints
 from .stochastic import move_stochastically
 
@@ -167,10 +167,14 @@ def load_scale(stored: ScaleBits, format: AbstractFormat) -> Scales:
 def decode_by(
     codes: UInt8[Array, "*batch length"], grid: Grid, format: AbstractFormat
 ) -> Float32[Array, "*batch length"]:
-    """Returns the levels that codes stand for."""
-    return dequantize_blocks(
+    """Returns the levels that codes stand for.
+
+    As in an array, a level beyond the range is the largest float.
+    """
+    levels = dequantize_blocks(
         format.decode(codes), grid.stored_scale, grid.zero_point, grid.stored_offset, format.block_size
     )
+    return clip_finite(levels, jnp.float32)
 
 
 def encode_by(

@@ -76,7 +76,10 @@ def pytest_collection(session):
 
 @pytest.hookimpl(trylast=True)  # after `-m`
 def pytest_collection_modifyitems(config, items):
-    """Keeps one in `--every` cases of each test; of slow cases one in twice as many; of a long test one in two runs."""
+    """Keeps one in `--every` cases of each test; of slow cases one in twice as many.
+
+    A test of fewer cases runs one each time, unless it is `long`: then one in `--every` runs.
+    """
     every, offset = config.option.every, config.option.offset
     tests = collections.defaultdict(list)
     for item in items:
@@ -91,7 +94,7 @@ def pytest_collection_modifyitems(config, items):
         elif slow:
             kept.update(sample(name, cases, 2 * every, offset, runs=2 * every))
         else:
-            kept.update(sample(name, cases, every, offset, runs=2 if long else 1))
+            kept.update(sample(name, cases, every, offset, runs=every if long else 1))
     if left_out := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in kept]

@@ -75,6 +75,7 @@ def test_pairs(getkey, x_format, w_format):
         close(y, values, w.dequantize())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("x_format", "w_format", "looped"), [("int8_affine", "int4_affine", False), ("int4", "int8_affine", True)]
 )
@@ -102,6 +103,7 @@ def test_equals_integers_of_numpy(getkey, x_format, w_format, looped):
     np.testing.assert_array_equal(operands[0] @ operands[1].T, y)
 
 
+@pytest.mark.long
 def test_only_a_scale_that_clips_reaches_the_lowest_code(getkey):
     """Codes of int8 are from -127 where the scale is of the row's own largest, and from -128 where one is given."""
     x = jnp.array([[-300.0, -128, -127.4, 5, 126.6, 300]])
@@ -146,6 +148,7 @@ def test_types_on_accelerators(getkey, x_format, w_format, kind):
         assert xla_codes.choose_operand_type(*layouts, TargetDevice("cuda", "A100", 8.0)) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("x_format", "w_format", "dtype"),
     [("nvfp4", "nvfp4", jnp.float32), ("mxfp8", "mxfp4", jnp.bfloat16), ("int8", "mxfp4", jnp.float32)],
@@ -194,6 +197,7 @@ def test_a_single_row_does_not_widen_the_weight(getkey, x_format, w_format):
     assert all(math.prod(map(int, shape.split(","))) < 512 * 256 for shape in wide)
 
 
+@pytest.mark.long
 def test_transformations(getkey):
     x, w = weights(getkey(), (6, 96)), weights(getkey(), (24, 96))
     a = eqq.arrays.ActivationQuantizedArray(eqq.quantize(w, "int8"), AFFINE)
@@ -209,6 +213,7 @@ def test_transformations(getkey):
     np.testing.assert_array_equal(a[3], a.array[3])
 
 
+@pytest.mark.long
 def test_nvfp4_examples_share_no_scale(getkey):
     a = eqq.arrays.ActivationQuantizedArray(eqq.quantize(weights(getkey(), (24, 64)), "nvfp4"), "nvfp4")
     x = weights(getkey(), (4, 64)) * jnp.asarray([[1e-3], [1.0], [1e3], [0.0]])
@@ -217,6 +222,7 @@ def test_nvfp4_examples_share_no_scale(getkey):
     np.testing.assert_allclose(y[0] / 1e-3, jnp.stack([a @ (row / 1e-3) for row in x])[0], rtol=1e-3)
 
 
+@pytest.mark.long
 def test_gradients_pass_straight_through(getkey):
     x, w, t = weights(getkey(), (6, 96)), eqq.quantize(weights(getkey(), (24, 96)), "int4"), weights(getkey(), (6, 96))
     a = eqq.arrays.ActivationQuantizedArray(w, "int8")
@@ -268,6 +274,7 @@ def test_dtypes(getkey, dtype):
     np.testing.assert_allclose(y.astype(jnp.float32), values @ a.astype("float32").dequantize().T, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [None, "tensor"])
 def test_nan_in_one_row_leaves_other_rows_finite(getkey, size):
     """A static per-tensor scale applies to every row. NaN or infinity affects one row only."""

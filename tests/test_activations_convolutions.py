@@ -68,6 +68,7 @@ def test_explanation_of_convolutions(getkey):
     np.testing.assert_allclose(f(x, w), convolve(rounded, w.dequantize()), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_models_with_convolutions(getkey):
     model = eqx.nn.Sequential([eqx.nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, key=getkey())])
     x = weights(getkey(), (3, 4, 6, 6))

@@ -22,6 +22,7 @@ def model(getkey):
     return eqx.nn.MLP(32, 8, 64, 2, key=getkey())
 
 
+@pytest.mark.long
 def test_a_whole_model(getkey, model, tmp_path):
     x = weights(getkey(), (16, 32))
     q = eqq.quantize_tree(model, "int8", activations="int8")
@@ -54,6 +55,7 @@ def test_weights_without_products_get_no_activations(getkey):
         eqq.quantize_tree(table, "int8", activations="int88")
 
 
+@pytest.mark.long
 def test_bad_activations(getkey, model):
     for bad in ("int7", "float16"):
         for make in (
@@ -180,6 +182,7 @@ def test_training(getkey, model):
     assert loss(q, x) < 0.7 * start
 
 
+@pytest.mark.long
 def test_low_rank_factors_on_top(getkey, model):
     x = weights(getkey(), (16, 32))
     q = eqq.quantize_tree(model, "int8", activations="int8")
@@ -248,6 +251,7 @@ def test_functions_of_quax_round_both_operands(getkey, model):
         np.testing.assert_allclose(quax_grad, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [RotatedArray, ScaledArray, PermutedArray])
 def test_input_transforms_keep_integer_products(getkey, kind):
     """The other operand is mapped, then quantized: by `@`, by functions of Quax, and in stacks."""

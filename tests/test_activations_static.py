@@ -76,6 +76,7 @@ def test_static_scales_of_a_stack(getkey):
     np.testing.assert_allclose((q.weight @ x.T)[1], second_layer @ x.T, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [eqq.Int8("tensor"), AFFINE])
 def test_static_scales_quantize_inside_the_kernel(getkey, format):
     """The product quantizes rows itself: under `jit`, `vmap`, `scan` and `grad`, in stacks, and on every platform."""

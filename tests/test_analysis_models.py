@@ -65,6 +65,7 @@ def batch(model, getkey):
     return x, outputs(model, x)
 
 
+@pytest.mark.long
 def test_analyze_tree(model):
     report = analysis.analyze_tree(model, {"*down*": "int8", "*": "nf4"})
     assert [leaf.path for leaf in report.leaves][:2] == ["layers.0.up.weight", "layers.0.down.weight"]
@@ -82,6 +83,7 @@ def test_analyze_tree(model):
     close(one.sqnr_db, one.leaves[0].error.sqnr_db, 1e-9)
 
 
+@pytest.mark.long
 def test_sensitivity_compiles_once(model, batch):
     traces = []
 
@@ -276,6 +278,7 @@ def test_roles(wanted):
     assert estimate_role_factors(wanted) == wanted
 
 
+@pytest.mark.long
 def test_a_plan_without_data_is_not_worse_than_one_format(model):
     report = analysis.weight_sensitivity(model, (eqq.Int2(32), eqq.Int3(64), "nf4", eqq.Int5(64), eqq.Int8(64)))
     size, increases = sum(leaf.size for leaf in report.leaves), []
@@ -342,6 +345,7 @@ def test_knapsack_of_large_costs():
         assert bound <= loss <= bound + 0.02 * sum(l[2] for l in losses)
 
 
+@pytest.mark.long
 def test_output_divergence(model, batch):
     x, _ = batch
     same = analysis.output_divergence(model, model, x)
@@ -394,6 +398,7 @@ def test_reports_are_printed(model, reports):
     assert "layers.0.up.weight" in str(reports[-2])
 
 
+@pytest.mark.long
 def test_plots(reports):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
@@ -444,6 +449,7 @@ def test_names_of_many_rows_do_not_collide(model):
     assert 5 < len(report.plot(Figure(figsize=(4, 3)).subplots()).get_yticks()) < 30
 
 
+@pytest.mark.long
 def test_methods(model, batch):
     by_mse = eqq.QuantConfig("int4", eqq.MSE())
     report = analysis.analyze_tree(model, "int4", method=eqq.MSE())

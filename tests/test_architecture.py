@@ -213,6 +213,7 @@ def identifiers(path):
             yield node.attr
 
 
+@pytest.mark.long
 def test_no_name_begins_with_of():
     """A name says what it holds: `x_axes`, not the axes "of x"."""
     folders = ("eqquant", "eqquant_cli", "benchmarks", "examples", "tests", "tools")

@@ -50,6 +50,7 @@ def attend(cache, queries):
     return cache.mix(jax.nn.softmax(jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", mark_slow(3, WAYS))
 def test_appending_step_by_step_equals_appending_at_once(way):
     keys, values = data(2)
@@ -74,6 +75,7 @@ def test_appending_step_by_step_equals_appending_at_once(way):
             np.testing.assert_array_equal(stored[1, :, :whole], expected.dequantize())
 
 
+@pytest.mark.long
 def test_attention_equals_dense_attention_of_dequantized_keys_and_values():
     keys, values = data()
     cache = append(eqq.QuantizedCache.empty((HEADS, CONTEXT, SIZE), "int8"), keys, values)
@@ -83,6 +85,7 @@ def test_attention_equals_dense_attention_of_dequantized_keys_and_values():
     np.testing.assert_allclose(attend(cache, queries), shares @ held[1], atol=2e-6)
 
 
+@pytest.mark.long
 def test_per_channel_scales_reduce_errors_of_keys():
     keys, values = data(tokens=128)
     queries = weights(jr.key(1), (HEADS, 3, SIZE))
@@ -165,6 +168,7 @@ def test_an_empty_cache_can_be_donated(way):
     assert cache.length == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["int8", "int4 per channel"])
 def test_vmap(way):
     keys, values = data(3)
@@ -201,6 +205,7 @@ def without_type_checks():
     jaxtyping.config.update("jaxtyping_disable", before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_type_checks")
 def test_arrays_of_wrong_shapes_are_errors():
     empty = eqq.QuantizedCache.empty
@@ -254,6 +259,7 @@ def test_arrays_of_wrong_shapes_are_errors():
         cache.with_sharding(NamedSharding(mesh, P(None, "model")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [eqq.Int4(32, symmetric=False), eqq.Int2(64, symmetric=False)])
 def test_zero_points_of_channels_belong_to_their_groups(format):
     """Zero points are packed, and several groups share a byte."""

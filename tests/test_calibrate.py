@@ -107,6 +107,7 @@ def dequantize_codes(x, by):
 # The reference
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, x, bits, symmetric",
     [
@@ -226,6 +227,7 @@ def test_zeros_and_extremes(calibrator):
         close(np.asarray(calibrator().update(x * size).result().scale) / size, x_range.scale, 1 / 64)
 
 
+@pytest.mark.long
 def test_dtypes(calibrator):
     x = data((64,))
     for dtype in (jnp.float16, jnp.bfloat16):
@@ -273,6 +275,7 @@ def test_moving_average():
     assert int(merged.batches) == 3
 
 
+@pytest.mark.long
 def test_transformations(calibrator):
     parts = jnp.stack([data(seed=n) for n in range(3)])
     start = make(calibrator, "ragged", symmetric=False)
@@ -359,6 +362,7 @@ def test_percentiles_equal_numpy(shape):
     np.testing.assert_allclose([result.min, result.max], np.percentile(x, [0.5, 99]), rtol=1 / 60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", ["tensor", "ragged", "across"])
 def test_extreme_percentiles_are_exact(by):
     x = data()
@@ -366,6 +370,7 @@ def test_extreme_percentiles_are_exact(by):
     same(result, make(MinMax, by).update(x).result())
 
 
+@pytest.mark.long
 def test_counts_beyond_32_bits():
     """Merging a sketch with itself doubles the counts: 16 values become 2**36."""
     x = jnp.concatenate([jnp.full(15, 1.0), jnp.full(1, 100.0)])
@@ -446,6 +451,7 @@ def test_mse_of_each_channel():
 # Shapes
 
 
+@pytest.mark.long
 def test_shapes_and_axes():
     x = data((2, 3, 4))
     assert (MinMax("int8", x, 0).shape, MinMax("int8", x, 0).axis) == ((2, 3, 4), -3)
@@ -601,6 +607,7 @@ def test_nan_and_infinity_inside_jit(calibrator, bad, columns):
             cal.result()
 
 
+@pytest.mark.long
 def test_errors_of_shapes_and_formats():
     x = jnp.ones((2, 4))
     with pytest.raises(ValueError, match=r"`axis` must name axes of the data, from -2 to 1 for shape \(2, 4\).* Got 2"):
@@ -647,6 +654,7 @@ def test_errors_of_given_scales():
         quantize(eqq.Int4(symmetric=False), scale=0.1, zero_point=16)
 
 
+@pytest.mark.long
 def test_results_are_pytrees():
     result = compute_range(data((4, 6)), symmetric=False, block_size=None)
     assert isinstance(jtu.tree_map(lambda a: a, result), CalibrationResult)
@@ -656,6 +664,7 @@ def test_results_are_pytrees():
     assert math.prod(result.scale.shape) == 4
 
 
+@pytest.mark.long
 def test_mse_result_inside_shard_map():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")

@@ -118,6 +118,7 @@ def test_pickles_are_refused(tmp_path):
 # GGUF
 
 
+@pytest.mark.long
 def test_gguf():
     checkpoint = eqq.io.open(GOLDEN / "model.gguf")
     expected = np.load(GOLDEN / "model_gguf.npz")

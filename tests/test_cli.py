@@ -65,6 +65,7 @@ def test_inspect(run, checkpoint):
     assert [row["shape"] for row in rows if row["name"] == "embed.weight"] == [[32, 64]]
 
 
+@pytest.mark.long
 def test_long_names_fold(run, tmp_path):
     name = "encoder.layer.0.attention.output.LayerNorm_of_the_output.weight"
     save_file({name: np.ones((1000, 384), np.float32)}, tmp_path / "a.safetensors")

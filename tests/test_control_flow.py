@@ -154,6 +154,7 @@ def test_a_stack_of_products_with_a_factor(getkey):
     np.testing.assert_allclose(y, program(w.dequantize(), x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_functions_with_rules_of_their_own(square):
     w, x = eqq.quantize(square[0], "nf4"), square[1]
     call = jax.custom_derivatives.linear_call(lambda w, x: x @ w, lambda w, y: y @ w.T, w.dequantize(), x)

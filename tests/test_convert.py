@@ -413,6 +413,7 @@ def run(capsys):
     return run
 
 
+@pytest.mark.long
 def test_compare_with_the_file_for_llama_cpp(run, folder, tmp_path):
     run("quantize", folder, tmp_path / "out.gguf", "--dialect", "gguf", "--rule", "*_proj.*=q8_0", "--skip", "*embed*")
     for pair in ((folder, tmp_path / "out.gguf"), (tmp_path / "out.gguf", folder)):

@@ -88,6 +88,7 @@ def test_vmap_is_one_call(kernel, q, getkey, monkeypatch):
     assert called == [((5, K), kernel)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stacked_weights(kernel, getkey, transposed):
     stacked = eqq.quantize(weights(getkey(), (3, N, K)), "nf4")
@@ -103,6 +104,7 @@ def test_stacked_weights(kernel, getkey, transposed):
     assert_close(both(f)(stacked, x), both(g)(dense, x), tol=1e-5)
 
 
+@pytest.mark.long
 def test_scan_over_layers_forward_and_reverse(kernel, getkey):
     layers = eqq.quantize(weights(getkey(), (3, K, K)) / 30, "int8")
     x = weights(getkey(), (2, K))
@@ -115,6 +117,7 @@ def test_scan_over_layers_forward_and_reverse(kernel, getkey):
     assert_close(eqx.filter_jit(jax.value_and_grad(f))(x), eqx.filter_jit(jax.value_and_grad(g))(x), tol=1e-5)
 
 
+@pytest.mark.long
 def test_shard_map(kernel, getkey):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     q = eqq.quantize(weights(getkey(), (N, K)), "nf4")
@@ -133,6 +136,7 @@ def test_shard_map(kernel, getkey):
     )
 
 
+@pytest.mark.long
 def test_a_whole_model(kernel, getkey, monkeypatch):
     """Where a kernel is preferred, a model needs no change to run on it."""
     preference = dispatch._Preference("cpu", kernel, lambda p, target: True, "for this test")
@@ -186,6 +190,7 @@ def test_padding_after_the_last_row_is_ignored(kernel, getkey):
     close(kernel, q, weights(getkey(), (3, N)), transpose=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [eqq.Int8(symmetric=False), eqq.Int4(symmetric=False)], ids=repr)
 def test_zero_points_cancel(kernel, getkey, format):
     """Most weights are near the least one, so the sum with zero points is far smaller than that without."""
@@ -199,6 +204,7 @@ def test_zero_points_cancel(kernel, getkey, format):
     assert np.sqrt((error**2).mean() / (expected[:, small] ** 2).mean()) < 1e-2
 
 
+@pytest.mark.long
 def test_scales_that_another_class_decodes(kernel, getkey):
     class Doubled(eqq.FP8):
         def decode(self, codes):

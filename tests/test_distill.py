@@ -41,6 +41,7 @@ def test_distillation_lowers_the_loss(setting, train, gain, format):
     assert eqq.tree_nbytes(found) == eqq.tree_nbytes(q)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["trellis2", "iq2_s"])
 def test_scales_of_vectors_are_trained(setting, format):
     model, x, held_out = setting
@@ -53,6 +54,7 @@ def test_scales_of_vectors_are_trained(setting, format):
         eqq.distill(q, model, x, train="codes", progress=False)
 
 
+@pytest.mark.long
 def test_the_reported_loss_equals_the_loss_of_the_result(setting, capsys):
     model, x, _ = setting
     q = eqq.quantize_tree(model, eqq.Int4(16))
@@ -73,6 +75,7 @@ def test_never_worse_than_its_start(setting):
     jtu.tree_map(lambda a, b: assert_same(a, b) if eqx.is_array(a) else None, found, q)
 
 
+@pytest.mark.long
 def test_quantized_scales_are_not_trained(setting):
     model, x, _ = setting
     q = eqq.quantize_tree(model, eqq.NF4(16, double_quant=True))
@@ -92,6 +95,7 @@ def run_layer(layer, x):
     return jax.vmap(layer)(x)
 
 
+@pytest.mark.long
 def test_blocks(capsys):
     """Blocks train in turn, on the outputs of the trained blocks before. Other leaves do not change."""
     linear = lambda n: eqx.nn.Linear(16, 16, key=jr.key(n))

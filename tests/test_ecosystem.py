@@ -33,6 +33,7 @@ def names():
     return run("Plain pytrees and plain JAX", {})
 
 
+@pytest.mark.long
 def test_plain(names):
     assert eqq.is_quantized(names["params"]["w"]) and names["y"].shape == (64,)
     assert names["embed"](names["params"]["w"], 3).shape == (32,)

@@ -416,6 +416,7 @@ def test_names_of_nothing(name):
         getattr(eqq, name)
 
 
+@pytest.mark.long
 def test_python_adds_no_guess_to_a_remedy():
     done = subprocess.run([sys.executable, "-c", "import eqquant as e; e.AWQ"], capture_output=True, text=True)
     assert done.stderr.rstrip().endswith("It is `eqq.transforms.AWQ`.")

@@ -62,6 +62,7 @@ def test_other_layouts(getkey):
     close(eqq.quaxify(f)(x, w), f(x, w.dequantize()))
 
 
+@pytest.mark.long
 def test_dtypes(getkey):
     x, w = weights(getkey(), (6, 64), jnp.bfloat16), eqq.quantize(weights(getkey(), (2, 64, 32), jnp.bfloat16), "int8")
     for preferred in (None, jnp.float32):
@@ -80,6 +81,7 @@ def test_native_kernels_copy_no_expert(getkey):
     assert not re.search(r"u8\[\d+,512,256\]\S* (gather|copy|dynamic-slice)", program.as_text())
 
 
+@pytest.mark.long
 def test_pointwise_convolutions(getkey):
     """Convolutions with windows of one are products; others are dense, and right."""
     layouts = {
@@ -115,6 +117,7 @@ def test_other_convolutions_are_dense(getkey):
 COUNTS = {"all see enough": [70, 70, 70, 70], "one saw few": [100, 97, 3, 80], "one saw none": [100, 0, 90, 80]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COUNTS)
 def test_experts_that_saw_few_inputs(getkey, name):
     """The mean of all experts stands in for the inputs that one did not see, and reports say so."""

@@ -453,6 +453,7 @@ def test_a_loaded_array_can_be_donated(tmp_path):
 # The page
 
 
+@pytest.mark.long
 def test_the_code_of_the_page_runs():
     page = (Path(__file__).parents[1] / "docs" / "files.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)

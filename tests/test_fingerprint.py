@@ -92,6 +92,7 @@ def test_the_same_weight(model, stats, use):
         USES[use](jax.tree.map(lambda x, dtype=dtype: x.astype(dtype) if eqx.is_array(x) else x, model), stats)
 
 
+@pytest.mark.long
 def test_statistics_of_a_transformed_model_are_accepted(model, batches, stats):
     smoothed = eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats))
     again = collect_stats(smoothed, batches, gram=True)
@@ -100,6 +101,7 @@ def test_statistics_of_a_transformed_model_are_accepted(model, batches, stats):
     eqq.quantize_tree(turned, "int4", method=eqq.GPTQ(collect_stats(turned, batches, gram=True)))
 
 
+@pytest.mark.long
 def test_under_transformations(model, stats):
     w, method = model.layers[0].weight, eqq.GPTQ(stats["layers.0.weight"])
     wanted = eqq.quantize(w, "int4", method=method).dequantize()
@@ -113,6 +115,7 @@ def test_under_transformations(model, stats):
     jax.eval_shape(lambda w: eqq.quantize(w, "int4", method=method), shapes)
 
 
+@pytest.mark.long
 def test_stacks(batches):
     layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(32, 32, key=key))(jr.split(jr.key(0), 3))
     run = lambda layers, x: jax.lax.scan(lambda x, w: (x @ w.T, None), x, layers.weight)[0]

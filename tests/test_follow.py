@@ -111,6 +111,7 @@ def test_observed_outputs_equal_the_model(way):
     jax.tree.map(close, seen[-1], jax.tree.map(np.asarray, WAYS[way](normal(8, 12), inputs())))
 
 
+@pytest.mark.long
 def test_input_axes_are_the_contracted_axes():
     # (embed, heads, size), (heads, size, embed) and (heads, embed, size) as libraries with named axes store them.
     model = {"q": normal(12, 2, 3), "o": normal(2, 3, 12), "each": normal(2, 12, 5)}
@@ -157,6 +158,7 @@ def test_statistics_of_layers_selected_by_index():
         close(leaf.gram, np.stack(wanted))
 
 
+@pytest.mark.long
 def test_experts_see_the_tokens_that_reach_them():
     experts, chosen = normal(3, 5, 12), jnp.asarray([2, 0, 2, 2, 0, 0, 0])
     order = jnp.argsort(chosen)
@@ -188,6 +190,7 @@ def test_every_expert_for_every_token():
     close(leaf.gram[0] if leaf.gram.ndim > 2 else leaf.gram, gram(inputs()))
 
 
+@pytest.mark.long
 def test_convolutions_of_every_kind():
     x = normal(3, 4, 9, seed=2)
     layers = {
@@ -299,6 +302,7 @@ def test_a_weight_added_to_itself_counts_once():
     assert leaf.rows == len(inputs())
 
 
+@pytest.mark.long
 def test_an_einsum_model_without_quaxify():
     # A library that writes einsum, without a word of `quaxify`: statistics for every method.
     class Net(eqx.Module):

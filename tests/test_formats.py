@@ -257,6 +257,7 @@ def test_no_block_becomes_zero_next_to_larger_ones(getkey, format):
         assert sqnr(x[:, block], dense[:, block]) > 15
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("method", [eqq.AbsMax(), eqq.MSE()], ids=repr)
 def test_codes_use_the_stored_scale(getkey, dtype, method):
@@ -401,6 +402,7 @@ def test_stochastic_rounding_is_to_a_neighbor(name, getkey):
 # Offsets
 
 
+@pytest.mark.long
 def test_an_offset_is_added_last(getkey):
     x = weights(getkey(), (3, 100)) + 5
     for format in (eqq.formats.Q4_1(), eqq.formats.Q4_K(), eqq.formats.MLX(3, 32, "float32")):

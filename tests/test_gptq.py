@@ -45,6 +45,7 @@ def loss(q, w, gram):
     return float(np.sum(error @ np.asarray(gram, np.float64) * error))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, format", [("int4_g64_asym", eqq.Int4(64, symmetric=False)), ("int2_g32_asym", eqq.Int2(32, symmetric=False))]
 )
@@ -77,6 +78,7 @@ def test_every_format(name):
         assert loss(q, w, compute_gram(x)) < 0.8 * loss(plain, w, compute_gram(x))
 
 
+@pytest.mark.long
 def test_codes_computed_by_hand():
     """Against the same steps in float64, one column at a time, with an explicit inverse."""
     x, w = np.asarray(inputs(150), np.float64), np.asarray(weights(jr.key(3), (5, 150)), np.float64)  # no ties
@@ -94,6 +96,7 @@ def test_codes_computed_by_hand():
     assert np.mean(np.abs(np.asarray(q.dequantize()) - found) < 1e-5) > 0.95  # one tie in float32 changes what follows
 
 
+@pytest.mark.long
 def test_order_and_scales_lower_the_error():
     x, w = inputs(), jr.t(jr.key(1), 5.0, (64, 96))
     gram = compute_gram(x)
@@ -109,6 +112,7 @@ def test_any_multiple_of_the_gram_matrix():
         assert_same(other, q)
 
 
+@pytest.mark.long
 def test_columns_without_inputs():
     x, w = inputs().at[:, 5:9].set(0), weights(jr.key(1), (8, 96))
     q, plain = eqq.quantize(w, "int4", method=eqq.GPTQ(gram=compute_gram(x))), eqq.quantize(w, "int4")
@@ -139,6 +143,7 @@ def test_stacks_and_other_axes():
     np.testing.assert_array_equal(heads[1], of(w[1], grams[0]).dequantize())
 
 
+@pytest.mark.long
 def test_under_jit_a_gram_matrix_that_is_not_finite_spoils_the_array():
     w, gram = weights(jr.key(1), (8, 64)), compute_gram(inputs(64))
     of = jax.jit(lambda w, gram: eqq.quantize(w, "int4", method=eqq.GPTQ(gram=gram)).dequantize())
@@ -298,6 +303,7 @@ def test_plans_take_methods_with_statistics(tower):
     assert repr(offered[1]).startswith("Int2(block_size=32) by GPTQ(..., ")
 
 
+@pytest.mark.long
 def test_weights_count_by_their_inputs():
     x, w = inputs(64), jr.t(jr.key(1), 3.0, (32, 64))
     moments, format = jnp.mean(jnp.square(x), axis=0), eqq.Int4(64)
@@ -315,6 +321,7 @@ def test_weights_count_by_their_inputs():
         np.testing.assert_allclose(same.scale, eqq.quantize(w, format, method=eqq.MSE()).scale, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_errors(tower):
     model, ids, stats = tower
     w, gram = jnp.ones((4, 32)), jnp.eye(32)

@@ -88,6 +88,7 @@ def test_layers(make, shape, getkey):
     assert_close(eqq.filter_grad(f)(model), dense_grads(f, model), tol=1e-5)
 
 
+@pytest.mark.long
 def test_embedding(getkey):
     model = eqq.quantize_tree(eqx.nn.Embedding(10, 64, key=getkey()), "nf4")
     f = lambda model: jnp.sum(jnp.sin(jax.vmap(model)(jnp.array([1, 3, 3]))))
@@ -107,6 +108,7 @@ def stack_weights(key):
     return stack, run
 
 
+@pytest.mark.long
 def test_scan_over_layers(getkey):
     stack, run = stack_weights(getkey())
     model, x = eqq.quantize_tree(stack, "nf4"), weights(getkey(), (5, 16))
@@ -123,6 +125,7 @@ def test_vmap_over_models_and_over_inputs(getkey):
     assert_close(jtu.tree_map(lambda a: a[2], over_inputs), dense_grads(loss, one, x[2]), tol=1e-5)
 
 
+@pytest.mark.long
 def test_second_derivatives(getkey):
     q, x, v = eqq.quantize(weights(getkey(), (4, 64)), "int8"), weights(getkey(), (64,)), weights(getkey(), (4, 64))
     f = lambda q, x: jnp.sum(jnp.sin(q @ x))
@@ -137,6 +140,7 @@ def test_second_derivatives(getkey):
     assert_close(eqq.filter_grad(inner)(q), jax.grad(lambda w: jnp.sum(jax.grad(f)(w, x) * v))(q.dequantize()), 1e-5)
 
 
+@pytest.mark.long
 def test_mixed_models_and_dtypes(getkey):
     model = eqq.quantize_tree(mlp(getkey()), {"layers.1.*": "int4", "layers.2.*": "nf4"}, dtype=jnp.bfloat16)
     x = weights(getkey(), (7, 20))
@@ -145,6 +149,7 @@ def test_mixed_models_and_dtypes(getkey):
     assert [layer.weight.dtype for layer in grads.layers] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
 
 
+@pytest.mark.long
 def test_has_aux_and_keywords(getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), "int8"), weights(getkey(), (7, 20))
 
@@ -212,6 +217,7 @@ def test_other_leaves_have_no_gradient(getkey):
     assert grads["ids"] is grads["key"] is grads["f"] is None and grads["q"].shape == (3, 64)
 
 
+@pytest.mark.long
 def test_forward_makes_no_dense_copy(getkey):
     # 4096 x 4096 in float32 is 64 MiB. The gradient itself is an output.
     q, x = eqq.quantize(weights(getkey(), (4096, 4096)), "nf4"), jnp.ones((4, 4096))

@@ -213,6 +213,7 @@ def test_a_file_that_becomes_shorter(tmp_path):
 # Processes and threads
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_threads_of_a_fork(tmp_path):
     """Threads that read files do not live on in a child, which starts its own."""

@@ -27,6 +27,7 @@ def errors(x, q):
     return np.sum(np.square(np.asarray(x, np.float64) - np.asarray(q.dequantize(), np.float64)), axis=-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name == "Q4_K" else pytest.param(name, marks=pytest.mark.slow) for name in GGML]
 )
@@ -36,6 +37,7 @@ def test_at_least_the_signal_to_noise_of_ggml(name):
     assert 10 * np.log10(np.sum(x**2) / errors(x, q).sum()) > GGML[name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(
     "length", [pytest.param(256, marks=pytest.mark.slow), 300, pytest.param(40, marks=pytest.mark.slow)]
@@ -69,6 +71,7 @@ def test_a_group_that_is_not_finite():
     assert np.isnan(dense[0, 288:320]).all() and np.isfinite(dense[0, :256]).all() and np.isfinite(dense[1]).all()
 
 
+@pytest.mark.long
 def test_stochastic_rounding_keeps_the_scales():
     x = jnp.asarray(values((4, 256)))
     nearest = eqq.quantize(x, "q4_k", method=JOINT)
@@ -101,6 +104,7 @@ def test_weighs_errors_by_the_inputs(format):
         assert weighted < 0.65 * loss(eqq.MSE(squares))
 
 
+@pytest.mark.long
 def test_equal_weights_are_none():
     x, ones = values((4, 512)), np.ones(512, np.float32)
     for format in ("q4_k", "q6_k", "iq2_xs"):
@@ -108,6 +112,7 @@ def test_equal_weights_are_none():
         assert eqx.tree_equal(*found)
 
 
+@pytest.mark.long
 def test_statistics_of_stacks_and_trees():
     x, squares = values((2, 3, 8, 256)), np.exp(values((2, 1, 256)))
     q = eqq.quantize_tree({"w": x}, "q2_k", method=eqq.JointMSE({"w": np.repeat(squares, 3, 1)}))["w"]

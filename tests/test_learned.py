@@ -39,6 +39,7 @@ def test_never_worse_than_its_start(name):
         assert after.sum() < 0.97 * before.sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [eqq.Int2(32), eqq.Int3(48, scale_dtype="float16"), eqq.NF4(32)], ids=repr)
 def test_no_other_code_is_better(format):
     w, gram = weights(jr.key(1), (4, 96)), compute_gram(inputs())
@@ -76,6 +77,7 @@ def test_stacks_other_axes_and_columns_without_inputs():
     assert jnp.isfinite(stacked.dequantize()).all()
 
 
+@pytest.mark.long
 def test_nan_in_one_row_leaves_other_rows_finite():
     w, gram = weights(jr.key(1), (4, 96)), compute_gram(inputs())
     of = jax.jit(lambda w: quantize_learned(w, "int4", gram).dequantize())
@@ -99,6 +101,7 @@ def test_errors():
         eqq.quantize(w, "int4", method=eqq.LearnedRounding(gram=jnp.eye(32)), key=jr.key(0))
 
 
+@pytest.mark.long
 def test_statistics_of_a_tree_reach_the_method_it_starts_from():
     model = {"a": weights(jr.key(1), (8, 96)), "b": weights(jr.key(2), (8, 96))}
     grams = {name: compute_gram(inputs(seed=n)) for n, name in enumerate("ab")}

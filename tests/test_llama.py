@@ -50,6 +50,7 @@ def write_checkpoint(name, folder, without=(), **changes):
     return eqq.io.open(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "llama_linear", "qwen2", "qwen3"])
 def test_folders_become_gguf(llama, tmp_path, name):
     """A file with the names and numbers of llama.cpp is the same model."""
@@ -95,6 +96,7 @@ def test_logits_equal_those_of_transformers(llama, tmp_path, name, stacked):
     np.testing.assert_allclose(np.concatenate(logits, axis=1), expected, rtol=0, atol=bound)
 
 
+@pytest.mark.long
 def test_generation(llama, generate, tmp_path):
     """Greedy generation for prompts of different lengths: each token is the most likely one."""
     model = llama.load(write_checkpoint("llama", tmp_path), stacked=True)

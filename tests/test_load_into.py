@@ -81,6 +81,7 @@ def hf_llama(tree):
     return out
 
 
+@pytest.mark.long
 def test_ready_names_of_llama_and_the_report():
     expected = fill(llama_tree())
     arrays = {**hf_llama(expected), "model.layers.0.self_attn.rotary_emb.inv_freq": jnp.ones(4)}
@@ -94,6 +95,7 @@ def test_ready_names_of_llama_and_the_report():
     assert len(json.loads(plan.to_json())["rows"]) == 30
 
 
+@pytest.mark.long
 def test_quantized_weights_stay_packed_and_stack_for_scan():
     expected = eqq.quantize_tree(fill(llama_tree()), {"layers.*": "nf4", "*": None})
     arrays = hf_llama(expected)

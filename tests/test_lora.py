@@ -142,6 +142,7 @@ def test_embeddings_only_when_selected(getkey):
     assert_close(jax.vmap(x)(jnp.array([3, 3, 7])), x.weight.dequantize()[jnp.array([3, 3, 7])], 1e-6)
 
 
+@pytest.mark.long
 def test_lookup_computes_only_its_rows(getkey):
     # A table of 64 MiB in float32.
     x = with_factors(eqq.quantize(weights(getkey(), (2**17, 128)), "int4"), getkey)

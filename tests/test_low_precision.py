@@ -54,6 +54,7 @@ def operands(getkey):
 slow = ft.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["int8", "fp8_tensor", *map(slow, ("fp8", "mxfp8", "int8_affine", "nvfp4"))])
 def test_the_three_products(operands, name):
     (x, w, dy), (forward, gradient) = operands, PAIRS[name]
@@ -136,6 +137,7 @@ def test_stacks_broadcast(getkey):
     assert (q @ x.T).shape == y.shape and relative(q @ x.T, y) < 0.02
 
 
+@pytest.mark.long
 def test_stochastic_rounding(operands):
     """The mean over many roundings is the exact gradient; each repeats bit for bit, and no two are alike."""
     x, w, dy = operands
@@ -361,6 +363,7 @@ def test_quantized_weights_train_with_masters(operands):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharding(operands, kind):
     """Rows and outputs divided among devices: the same bits, with the same randomness."""

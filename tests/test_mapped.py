@@ -120,6 +120,7 @@ def test_products(kind, w, shape):
     close(y @ m, y @ w)
 
 
+@pytest.mark.long
 def test_transformations(kind, w):
     m, xs = kind(w), weights(jr.key(1), (5, IN))
     f = lambda m, x: jnp.sum(jnp.sin(m @ x))
@@ -142,6 +143,7 @@ def test_gradients_are_transformed_dense_gradients(kind, w):
     close(eqx.filter_jit(eqq.filter_grad(f))(q).array, eqx.filter_jit(eqx.filter_grad(f))(dense).array)
 
 
+@pytest.mark.long
 def test_stacks(kind):
     ws = weights(jr.key(0), (3, OUT, IN))
     x = weights(jr.key(1), (IN,))
@@ -178,6 +180,7 @@ def run(model, xs):
     return eqx.filter_jit(lambda m, x: jax.vmap(m)(x))(model, xs)
 
 
+@pytest.mark.long
 def test_rotated_models_are_the_same(model, xs):
     rotated = eqq.transforms.rotate(model, seed=3)
     assert isinstance(rotated.layers[0].weight, RotatedArray)
@@ -259,6 +262,7 @@ def test_low_rank_factors(model, xs):
     close(run(eqq.dequantize_tree(adapted), xs), run(q, xs))
 
 
+@pytest.mark.long
 def test_files(model, tmp_path):
     for m in (eqq.quantize_tree(eqq.transforms.rotate(model, seed=4), "nf4"), eqq.transforms.rotate(model)):
         eqq.save(tmp_path / "m.safetensors", m)

@@ -77,6 +77,7 @@ def test_no_drift_in_a_thousand_steps(getkey):
     assert_model_is_quantize_masters(model, state, format)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("apply", [eqq.apply_updates, eqx.apply_updates, optax.apply_updates])
 def test_every_apply_updates_is_exact(apply, getkey):
     float_model, x = mlp(getkey()), weights(getkey(), (8, 20))
@@ -94,6 +95,7 @@ def test_every_apply_updates_is_exact(apply, getkey):
     assert_close(after["net"].layers[0].bias, model["net"].layers[0].bias + updates["net"].layers[0].bias)
 
 
+@pytest.mark.long
 def test_steps_equal_the_optimizer_on_floats(getkey):
     # Weight decay, moments and all: the same trajectory as the bare optimizer on the float tree.
     float_model, grads_key = mlp(getkey()), getkey()
@@ -119,6 +121,7 @@ def test_default_masters_are_the_dequantized_model(getkey):
     assert masters.layers[0].bias is None and masters.activation is None
 
 
+@pytest.mark.long
 def test_dtype_of_masters(getkey):
     model = eqq.quantize_tree(mlp(getkey()), "int8", dtype=jnp.bfloat16)
     x = weights(getkey(), (8, 20))
@@ -217,6 +220,7 @@ def is_state(x):
     return isinstance(x, FloatMastersState)
 
 
+@pytest.mark.long
 def test_masked_and_multi_transform(getkey):
     model, x = (
         eqq.quantize_tree(mlp(getkey()), {"layers.0.*": "int8", "layers.1.*": "nf4"}),
@@ -250,6 +254,7 @@ def test_masked_and_multi_transform(getkey):
     assert len(jtu.tree_leaves(masters)) == 1
 
 
+@pytest.mark.long
 def test_extra_arguments_reach_the_optimizer(getkey):
     seen = []
 
@@ -328,6 +333,7 @@ def test_training_resumes_from_a_saved_state(getkey):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.long
 def test_state_has_a_constant_structure(getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), "nf4"), weights(getkey(), (8, 20))
     optim = eqq.float_masters(optax.adamw(lr), key=getkey())
@@ -371,6 +377,7 @@ def test_model_and_state_can_be_donated(getkey):
     assert_model_is_quantize_masters(eqx.combine(model, static), state, "int8")
 
 
+@pytest.mark.long
 def test_memory_of_a_step(getkey):
     # A master of 16 MiB: the step needs the gradient's size for its own, and no more than a few such buffers.
     q = eqq.quantize(weights(getkey(), (2048, 2048)), "int8")
@@ -403,6 +410,7 @@ def test_a_step_of_size_zero_changes_nothing(dtype, getkey):
         assert_close(layer.weight.scale, before.weight.scale, 1e-6)
 
 
+@pytest.mark.long
 def test_freezing(getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), "int8"), weights(getkey(), (8, 20))
     mask = jtu.tree_map(eqq.is_quantized, model, is_leaf=eqq.is_quantized)

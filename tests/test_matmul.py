@@ -282,6 +282,7 @@ def test_empty_stacks(getkey, shape):
         assert_close(jax.vmap(lambda w, x: w @ x, axes)(w, x), jax.vmap(lambda w, x: w @ x, axes)(d, x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("m", [1, 128])
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_loop_over_rows(getkey, monkeypatch, m, batch):

@@ -1,6 +1,7 @@
 """Methods: their errors, and that each minimizes its own measure."""
 
 import functools as ft
+import itertools as it
 from pathlib import Path
 
 import equinox as eqx
@@ -148,6 +149,7 @@ ORIGINAL = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ORIGINAL, ids=repr)
 def test_hqq_and_its_original(format):
     w = np.load(Path(__file__).parent / "golden" / "gptq_query_layer0.npz")["weight"]
@@ -166,6 +168,7 @@ def test_an_array_does_not_remember_its_method(rule, name):
     jtu.tree_map(lambda a, b: a, found, plain)  # of one type, so they are averaged, swapped, loaded alike
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["int4", "nf4"])
 def test_each_block_is_searched_independently(rule, format):
     # Ragged too: the last block is searched without padding.
@@ -189,6 +192,7 @@ def test_transformations(rule):
     assert jax.eval_shape(quantize, w).shape == w.shape
 
 
+@pytest.mark.long
 def test_models(rule):
     model = eqx.nn.Sequential([eqx.nn.Conv2d(3, 8, 3, key=jr.key(0)), eqx.nn.Linear(8, 5, key=jr.key(1))])
     searched = eqq.quantize_tree(model, "int2", method=METHODS[rule])
@@ -207,6 +211,7 @@ def test_dtypes_and_stochastic_rounding(rule):
     np.testing.assert_array_equal(rounded.scale, quantize(w).scale)
 
 
+@pytest.mark.long
 def test_huge_weights_stay_finite(rule):
     w = jnp.array([[3.4e38, -3.4e38, 1e38, 0.0]])
     for format in (eqq.Int4(), eqq.Int8(symmetric=False), eqq.NVFP4()):
@@ -216,6 +221,7 @@ def test_huge_weights_stay_finite(rule):
 # Trees, training, rules
 
 
+@pytest.mark.long
 def test_a_rule_may_name_its_method():
     model = eqx.nn.MLP(64, 64, 64, 2, key=jr.key(0))
     rules = {"layers.0.*": eqq.QuantConfig("int4", eqq.MSE()), "layers.1.*": "int4", "*": eqq.QuantConfig("int8")}
@@ -226,6 +232,7 @@ def test_a_rule_may_name_its_method():
     assert_same(by_function.layers[0].weight, mixed.layers[0].weight)
 
 
+@pytest.mark.long
 def test_training_takes_a_method(rule):
     method = METHODS[rule]
     model = {"w": heavy((8, 64))}
@@ -357,6 +364,7 @@ def test_tied_masters_with_two_methods():
         np.testing.assert_array_equal(final[name].dequantize(), simulated[name].dequantize())
 
 
+@pytest.mark.long
 def test_randomness_does_not_depend_on_chunks():
     rows = weights(jr.key(0), (37, 130))
     whole, parts = (eqq.AbsMax().quantize_rows(rows, eqq.Int4(), key=jr.key(1), chunk=n) for n in (None, 4))
@@ -431,6 +439,7 @@ def contract_row(request):
     return CONTRACT[request.param]
 
 
+@pytest.mark.long
 def test_not_finite_in_training(rule):
     w = weights(jr.key(0), (8, 4096)).at[3, 5].set(jnp.nan)
     for method in (None, METHODS[rule]):
@@ -460,22 +469,18 @@ def test_the_largest_float32_stays_finite(contract_row):
 # Chunks of rows
 
 
-@pytest.mark.parametrize("shape", mark_slow(3, [((5, 3, 130),), ((37, 130),), ((7, 1),)]))
-def test_chunks_never_change_the_result(contract_row, shape):
+@pytest.mark.parametrize("shape, chunk", mark_slow(6, it.product([(5, 3, 130), (37, 130), (7, 1)], [4, 1])))
+def test_chunks_never_change_the_result(contract_row, shape, chunk):
     rows, format = weights(jr.key(0), shape), contract_row.format
     quantize = jax.jit(lambda rows, chunk: eqq.AbsMax().quantize_rows(rows, format, chunk=chunk), static_argnums=1)
-    whole = quantize(rows, None)
-    for chunk in (1, 4):
-        parts = quantize(rows, chunk)
-        # A mean magnitude is a sum, which XLA may take in another order.
-        same = (
-            np.testing.assert_allclose
-            if isinstance(format, eqq.Ternary | eqq.Binary)
-            else np.testing.assert_array_equal
-        )
-        jtu.tree_map(lambda a, b: same(np.asarray(a), np.asarray(b)), parts, whole)
+    whole, parts = quantize(rows, None), quantize(rows, chunk)
+    # A mean magnitude is a sum, which XLA may take in another order.
+    of_means = isinstance(format, eqq.Ternary | eqq.Binary)
+    same = np.testing.assert_allclose if of_means else np.testing.assert_array_equal
+    jtu.tree_map(lambda a, b: same(np.asarray(a), np.asarray(b)), parts, whole)
 
 
+@pytest.mark.long
 def test_chunks_of_a_search(rule):
     rows = weights(jr.key(0), (37, 130))
     whole, parts = (METHODS[rule].quantize_rows(rows, eqq.Int4(), chunk=chunk) for chunk in (None, 4))

@@ -54,6 +54,7 @@ def test_token_ids(golden: list[dict[str, Any]], tokens: tuple[Array, Array]) ->
     assert [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)] == [g["token_ids"] for g in golden]
 
 
+@pytest.mark.long
 def test_float_embeddings(minilm: ModuleType, golden: Any, tokens: Any, model: Any) -> None:
     expected = np.array([g["embedding"] for g in golden])
     np.testing.assert_allclose(minilm.embed(model, *tokens), expected, rtol=0, atol=1e-5)
@@ -96,6 +97,7 @@ def test_factors_and_rotations_leave_embeddings_as_they_are(
             eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats), fold=wrong, batches=[tokens], apply=apply)
 
 
+@pytest.mark.long
 def test_plans_without_data(minilm: ModuleType, tokens: Any, model: Any) -> None:
     """The plan is better than the best single format of as many bits, and better the more bits it has."""
     wanted = minilm.embed(model, *tokens)

@@ -64,6 +64,7 @@ def test_second_moments_are_never_in_even_levels():
     }
 
 
+@pytest.mark.long
 def test_steps_stay_small_where_gradients_differ_widely():
     # Within a block, and over time: where a second moment became zero and the first did not, a step would be thousands.
     p, spread = jnp.zeros((64, 256)), jnp.exp(3 * weights(jax.random.key(1), (1, 256)))
@@ -150,6 +151,7 @@ def test_which_state_is_quantized(make, moments, getkey):
     assert describe(after) == describe(state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("init", [lambda optim: optim.init, lambda optim: jax.jit(optim.init)], ids=["eager", "jit"])
 def test_second_moments_of_yogi_stay_in_float(init, getkey):
     """They change by differences that eight bits would round away, but for the large ones: they would only grow."""

@@ -215,6 +215,7 @@ def test_biases_and_norms_are_left_alone(layer, arguments, shape, getkey):
     assert_close(out["norm"](x), norm(x), tol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ema", "batch"])
 def test_batch_norm(getkey, mode):
     def make(key):
@@ -254,6 +255,7 @@ def test_spectral_norm(getkey, kind):
 # Stacks of layers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantize_first", [False, True])
 def test_scan_over_stacked_layers(getkey, quantize_first):
     keys = jax.random.split(getkey(), 3)

@@ -247,6 +247,7 @@ def as_index(index):
     return tuple(index) if isinstance(index, list) else index
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", [-1, 0, (-2, -1)], ids=str)
 def test_indexing(getkey, axis):
     q = eqq.quantize(weights(getkey(), (6, 70)), "int4" if axis == -1 else "int8", axis=axis)
@@ -256,6 +257,7 @@ def test_indexing(getkey, axis):
         equal(q[index], dense[index])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis", [(-3, -2, -1), -1, 1, (-1, -2)], ids=str)
 def test_indexing_of_four_axes(getkey, axis):
     q = eqq.quantize(weights(getkey(), (4, 3, 2, 5)), "int8", axis=axis)

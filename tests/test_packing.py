@@ -37,6 +37,7 @@ def reference(codes, bits):
     return np.array(out, np.uint8)
 
 
+@pytest.mark.long
 @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
 @hypothesis.given(bits=st.integers(1, 8), length=st.integers(0, 600), seed=st.integers(0, 99))
 @hypothesis.example(bits=4, length=0, seed=0)

@@ -64,11 +64,13 @@ def test_works_with(capsys):
 # Start
 
 
+@pytest.mark.long
 def test_index(capsys):
     assert np.isfinite(run("index.md")["y"]).all()
     assert "layers.0.weight" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     eqq.io.write("model.gguf", {"w": eqq.quantize(jnp.ones((32, 32)), "q4_0")}, "gguf")
@@ -79,6 +81,7 @@ def test_readme(tmp_path, monkeypatch, capsys):
     assert len(page.split()) <= 850 and page.count("\n") <= 120
 
 
+@pytest.mark.long
 def test_quick_start(capsys):
     names = run("quick_start.md")
     assert np.isfinite(names["loss"]) and eqq.is_quantized(names["small"].layers[0].weight)
@@ -173,6 +176,7 @@ def test_cache():
     assert names["y"].shape == (2, 4, 5, 64) and (names["cache"].length == 5).all()
 
 
+@pytest.mark.long
 def test_sharding():
     names = run("sharding.md")
     assert names["y"].shape == (16, 512) and names["model"].up.weight.sharding.spec[0] == "model"
@@ -204,6 +208,7 @@ def test_kernels(capsys):
 # Errors
 
 
+@pytest.mark.long
 def test_errors(tmp_path, monkeypatch):
     """Each block of code that a message follows raises it."""
     monkeypatch.chdir(tmp_path)

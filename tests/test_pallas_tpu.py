@@ -41,6 +41,7 @@ def test_product(getkey, name, m):
     assert y.dtype == jnp.bfloat16 and error < 4e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("m", [64])
 @pytest.mark.parametrize("name", mark_slow(3, TAKEN))
 def test_transposed_product(getkey, name, m):
@@ -56,6 +57,7 @@ def test_float32(getkey, name, precision, tol, transpose):
     assert y.dtype == jnp.float32 and error < tol
 
 
+@pytest.mark.long
 def test_unsupported_products():
     layout = lambda format, k=K: make_layout(eqq.quantize(jnp.ones((1, k)), format).format, k)
     why = ft.partial(

@@ -155,6 +155,7 @@ def test_a_batch_of_vectors_is_one_product(getkey, mesh):
     assert_close(f(*sharded), product(x, q))
 
 
+@pytest.mark.long
 def test_memory_of_a_part(getkey, mesh):
     # 64 MiB of float32, of which a device decodes its quarter a few rows at a time: 2 MiB for each of two planes.
     q, x = eqq.quantize(weights(getkey(), (4096, 4096)), "nf4"), weights(getkey(), (M, 4096))
@@ -163,6 +164,7 @@ def test_memory_of_a_part(getkey, mesh):
         assert jax.jit(product).lower(*sharded).compile().memory_analysis().temp_size_in_bytes < 3 * 2**21
 
 
+@pytest.mark.long
 @each_format
 def test_explicit_meshes(getkey, format):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)

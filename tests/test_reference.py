@@ -57,6 +57,7 @@ def test_ties():
     assert (eqq.unpack(even).astype(jnp.int32) - 8).tolist() == [7, 0, 2, 2, 0, -2, -2, 3, 4]
 
 
+@pytest.mark.long
 def test_groups():
     golden = GOLDEN["per_group10_sin100_sym8"]
     q = eqq.quantize(sin(100), like_the_reference(8, 10))
@@ -195,6 +196,7 @@ def test_all_positive_values():
     assert analysis.analyze_error(x, q).max_error < 13 / 255
 
 
+@pytest.mark.long
 def test_uniform_values_reach_the_theory(getkey):
     x = jr.uniform(getkey(), (100_000,), minval=-1.0)
     for bits in range(4, 9):

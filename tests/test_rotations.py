@@ -139,6 +139,7 @@ def test_stacks_and_unfolded_weights(model):
     assert jax.tree.map(lambda x: x.shape, structs) == jax.tree.map(lambda x: x.shape, wanted)
 
 
+@pytest.mark.long
 def test_pairs_alone_and_transposed_weights():
     keys = jr.split(jr.key(0), 3)
     model = {"up": {"w": weights(keys[0], (5, 12)), "b": jnp.ones(12)}, "down": {"w": weights(keys[1], (12, 3))}}

@@ -161,6 +161,7 @@ def test_take_with_a_fill_value(q):
     check(lambda x: jnp.take(x, jnp.array([0, 9]), axis=0, mode="fill", fill_value=7.0), q)
 
 
+@pytest.mark.long
 def test_gather_by_indexing(q, conv):
     ids, rows = jnp.array([0, 5, 5]), jnp.array([1, 2, 3])
     for f in (lambda x: x[ids], lambda x: x[:, ids], lambda x: x[rows, ids], lambda x: x[ids[None], 3:9]):
@@ -268,6 +269,7 @@ def test_convolution(conv, getkey):
 # Control flow and transformations
 
 
+@pytest.mark.long
 def test_control_flow(q, getkey):
     x = weights(getkey(), (70,))
     square = eqq.quantize(weights(getkey(), (70, 70)) / 10, "int8")

@@ -54,6 +54,7 @@ def test_products(getkey, stack):
     assert np.array_equal(eqq.take_layer(stack, 1).dequantize(), dense[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stack", ["double", "offsets", "transposed"], indirect=True)
 def test_several_indices(getkey, stack):
     dense, x = stack.dequantize(), weights(getkey(), (3, 200))
@@ -82,6 +83,7 @@ def test_nested_selection(getkey):
     close(eqq.take_layer(eqq.take_layer(stack, jnp.array([2, 0])), 1).dequantize(), dense[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stack", ["affine", "transposed"], indirect=True)
 def test_gradients(getkey, stack):
     x = weights(getkey(), (3, 200))

@@ -74,6 +74,7 @@ def expected():
     return by_hand(model, groups, eqq.GPTQ)
 
 
+@pytest.mark.long
 def test_layers_of_a_list(expected):
     done = []
     q = eqq.quantize_sequentially(Layers(False), batches(), FORMAT, eqq.GPTQ(), correction=0, after_each=done.append)
@@ -96,6 +97,7 @@ def test_layers_of_a_scan(expected):
             np.testing.assert_allclose(stacked[n], getattr(expected.blocks[n], name).weight.dequantize(), atol=1e-5)
 
 
+@pytest.mark.long
 def test_better_than_statistics_of_the_float_model():
     model = eqx.nn.MLP(24, 24, 24, 4, key=jr.key(0))
     x, held_out = weights(jr.key(1), (2, 256, 24))
@@ -105,6 +107,7 @@ def test_better_than_statistics_of_the_float_model():
     assert error(eqq.quantize_sequentially(model, x, FORMAT, eqq.GPTQ())) < error(at_once)
 
 
+@pytest.mark.long
 def test_corrections_compensate_for_earlier_errors():
     """The first layer loses most of its weights, and the second compensates for it."""
     model = eqx.nn.MLP(24, 24, 24, 1, activation=jnp.tanh, key=jr.key(0))
@@ -124,6 +127,7 @@ def test_corrections_compensate_for_earlier_errors():
     assert whole < 0.9 * half < 0.9 * 0.9 * none
 
 
+@pytest.mark.long
 def test_continues_with_quantized_activations():
     model = eqx.nn.MLP(16, 16, 16, 2, key=jr.key(0))
     x = weights(jr.key(1), (32, 16))
@@ -139,6 +143,7 @@ def test_continues_with_quantized_activations():
         eqq.quantize_sequentially(done[0], x, "int4", eqq.GPTQ(), float_model=other)
 
 
+@pytest.mark.long
 def test_shared_arrays_convolutions_and_other_methods():
     model = eqx.nn.MLP(16, 16, 16, 2, key=jr.key(0))
     model = eqx.tree_at(lambda m: m.layers[1].weight, model, model.layers[0].weight)
@@ -158,6 +163,7 @@ def test_shared_arrays_convolutions_and_other_methods():
     assert_same(plain.layers[2].weight, eqq.quantize_tree(model, "int4").layers[2].weight)
 
 
+@pytest.mark.long
 def test_errors():
     model, x = eqx.nn.MLP(8, 8, 8, 1, key=jr.key(0)), jnp.ones((4, 8))
     with pytest.raises(ValueError, match="must hold data"):

@@ -132,6 +132,7 @@ def test_eight_bit_moments(model, batch):
     assert [tuple(m.sharding.spec) for m in moments] == 2 * [("model", None), (None, None)]
 
 
+@pytest.mark.long
 def test_fake_quantization(model, batch):
     q, batch = shard_model(model, batch)
     mesh = q.layers[0].weight.sharding.mesh

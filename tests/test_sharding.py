@@ -60,6 +60,7 @@ def test_each_device_quantizes_its_part(getkey, mesh, format, spec):
     assert traced.codes.sharding.is_equivalent_to(q.codes.sharding, 2)
 
 
+@pytest.mark.long
 def test_scales_follow_codes(getkey, mesh):
     place = lambda format, spec: list_specs(
         eqq.quantize(weights(getkey(), (8, 2048)), format).with_sharding(on(mesh, spec))
@@ -182,6 +183,7 @@ def mlp(key):
 RULES = {"layers.0.weight": P("model"), "layers.0.bias": P("model"), "layers.1.weight": P(None, "model")}
 
 
+@pytest.mark.long
 def test_rules_trees_and_functions(getkey):
     mesh, model = make_mesh(), mlp(getkey())
     with jax.set_mesh(mesh):

@@ -95,6 +95,7 @@ def methods(stats):
     return {"smooth": eqq.transforms.SmoothQuant(stats, 0.7), "awq": eqq.transforms.AWQ(stats, eqq.Int4(16), grid=6)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["smooth", "awq"])
 def test_outputs_do_not_change(model, stats, name):
     method = methods(stats)[name]
@@ -177,6 +178,7 @@ def test_inputs_without_data(model, stats):
         close(run(eqq.transforms.smooth(model, method, fold=FOLD), inputs()), run(model, inputs()))
 
 
+@pytest.mark.long
 def test_heads_that_share_values():
     value, output = weights(jr.key(0), (6, 8)), weights(jr.key(1), (5, 12))
     bias = weights(jr.key(2), (6,))

@@ -159,6 +159,7 @@ def test_quantized_leaves_are_left_alone(model):
 # The other arguments
 
 
+@pytest.mark.long
 def test_axis_dtype_and_key(model, getkey):
     q = eqq.quantize_tree(model, "int8", where=lambda m: (m.layers[0].weight, m.layers[0].bias), axis=0)
     assert q.layers[0].weight.axis == -2 and q.layers[0].bias.axis == -1

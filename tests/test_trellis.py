@@ -35,6 +35,7 @@ def decode_by_hand(packed: np.ndarray, bits: int, length: int) -> list[int]:
     return values[:length]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", BITS)
 def test_decoding_by_hand(bits):
     packed = np.random.default_rng(bits).integers(0, 256, (3, trellis.packed_length(300, bits)), np.uint8)
@@ -44,6 +45,7 @@ def test_decoding_by_hand(bits):
         np.testing.assert_array_equal(trellis.decode(jnp.asarray(row), bits, length), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits, least", zip(BITS, (5.3, 11.2, 17.0, 22.8), strict=True))
 def test_error_of_normal_weights(bits, least):
     w = weights(jr.key(0), (48, 512))
@@ -52,6 +54,7 @@ def test_error_of_normal_weights(bits, least):
     assert q.nbytes == 48 * (512 * bits // 8 + 2)
 
 
+@pytest.mark.long
 def test_search_finds_the_best_sequence():
     """Of 16 values of one bit each there are 65,536 sequences, so all can be tried.
 
@@ -67,6 +70,7 @@ def test_search_finds_the_best_sequence():
     assert np.median([(own < own[code]).mean() for own, code in zip(errors, found, strict=True)]) < 0.01
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", BITS)
 def test_a_sequence_that_has_codes_is_found(bits):
     packed = np.random.default_rng(bits).integers(0, 256, (4, trellis.packed_length(272, bits)), np.uint8)
@@ -85,6 +89,7 @@ def gram_matrix(length: int) -> np.ndarray:
     return mix.T @ mix + 0.01 * np.eye(length)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [40, 128])
 def test_feedback_is_what_the_search_minimizes(length):
     """The weighted error with feedback is the error of outputs; without the search's feedback it is larger."""
@@ -98,6 +103,7 @@ def test_feedback_is_what_the_search_minimizes(length):
     assert loss[0] < 0.7 * loss[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", BITS)
 def test_gptq_is_below_rounding_and_scalars(bits):
     gram, w = jnp.asarray(gram_matrix(300), jnp.float32), weights(jr.key(3), (12, 300))
@@ -110,6 +116,7 @@ def test_gptq_is_below_rounding_and_scalars(bits):
         assert found < 0.7 * quantize(scalar, eqq.GPTQ(gram=gram))
 
 
+@pytest.mark.long
 def test_gptq_of_stacks_and_chunks():
     gram, w = jnp.asarray(gram_matrix(160), jnp.float32), weights(jr.key(4), (2, 6, 160))
     both = jnp.stack([gram, jnp.eye(160)])
@@ -120,6 +127,7 @@ def test_gptq_of_stacks_and_chunks():
     assert_same(eqx.filter_jit(eqq.quantize)(w, "trellis2", method=eqq.GPTQ(gram=both)), q)
 
 
+@pytest.mark.long
 def test_columns_without_inputs_count_least():
     """Half of the inputs are zero: the others lose hardly more than without those columns."""
     gram, w = gram_matrix(128), weights(jr.key(8), (16, 128))
@@ -131,6 +139,7 @@ def test_columns_without_inputs_count_least():
     assert sqnr(w[:, ~live], eqq.quantize(w, "trellis2", method=eqq.GPTQ(gram=masked)).dequantize()[:, ~live]) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [128, "tensor"])
 def test_gptq_of_blocks(size):
     """Segments have scales of their own, and a row or a block may be zero."""
@@ -145,6 +154,7 @@ def test_gptq_of_blocks(size):
         assert not q.dequantize()[3].any() and not q.dequantize()[4, :128].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", BITS)
 def test_an_outlier_does_not_spoil_what_follows(bits):
     """All paths pay the same for it, so later costs must not be lost in its rounding."""
@@ -155,6 +165,7 @@ def test_an_outlier_does_not_spoil_what_follows(bits):
     assert error(values.at[:, 20].set(1e4)).sum() < 1.3 * error(values).sum()
 
 
+@pytest.mark.long
 def test_vmap_with_feedback():
     values, feedback = (
         36 * weights(jr.key(11), (2, 3, 40)),
@@ -204,6 +215,7 @@ def test_names_and_bad_input():
         eqq.quantize(jnp.ones((2, 4)), "trellis2", key=jr.key(0))
 
 
+@pytest.mark.long
 def test_a_row_with_nan_leaves_the_others():
     w = weights(jr.key(7), (3, 130)).at[1, 3].set(jnp.nan)
     gram = jnp.eye(130)

@@ -154,6 +154,7 @@ def test_any_bytes_are_values(name):
         np.testing.assert_array_equal(np.asarray(q[1]), dense[1])
 
 
+@pytest.mark.long
 @one
 def test_products_stay_packed(name, getkey):
     q = random_array(name, (2048, 2048))
@@ -263,6 +264,7 @@ def test_with_quantized_activations(name, getkey):
     assert_close(rows @ q.T, rows.dequantize() @ q.dequantize().T, 1e-4)
 
 
+@pytest.mark.long
 @one
 @pytest.mark.parametrize("spec", [P("model"), P(None, "data"), P(None, "model"), P("data", "model")])
 def test_products_on_a_mesh(name, getkey, spec):
@@ -285,6 +287,7 @@ def test_split_and_concatenate(name):
         split(q, (128, 2432), axis=1)
 
 
+@pytest.mark.long
 @one
 def test_masters(name, getkey):
     model = {"w": eqq.quantize(weights(getkey(), (4, 256)), FORMATS[name].format)}

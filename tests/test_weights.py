@@ -75,6 +75,7 @@ def test_a_tree_of_small_leaves_is_not_quantized():
         assert eqq.quantize_tree(tree, "nf4")["w"] is tree["w"]
 
 
+@pytest.mark.long
 def test_ensembles_of_scalars():
     model = eqx.filter_vmap(lambda k: eqx.nn.MLP(1, 1, 64, 1, key=k))(jr.split(jr.key(0), 8))
     assert list_quantized(model) == {"layers.1.weight"}
@@ -325,6 +326,7 @@ def test_a_rule_says_the_axis():
         eqq.QuantConfig("nf4", axis=())
 
 
+@pytest.mark.long
 def test_smooth_finds_both_orders():
     model = BothOrders()
     stats = collect_stats(model, images(), gram=True)
@@ -335,6 +337,7 @@ def test_smooth_finds_both_orders():
         np.testing.assert_allclose(outputs(smoothed, images()[0]), wanted, atol=1e-4 * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.long
 def test_suggested_axes_are_accepted():
     model = BothOrders()
     stats = collect_stats(model, images(), gram=True)

@@ -18,6 +18,7 @@ import optax
 from jaxtyping import Array, Float32
 
 import eqquant as eqq
+from eqquant._formats.base import AbstractVectorFormat
 
 
 DOCS = pathlib.Path(__file__).parent
@@ -120,8 +121,9 @@ def formats() -> str:
     normal, heavy = normal_weights(), heavy_tailed_weights()
     rows = []
     for format, formula, source in FORMATS:
-        # Without native kernels the search of a trellis takes too long for more rows.
-        tables = [w[:16] if isinstance(format, eqq.formats.Trellis) else w for w in (normal, heavy)]
+        # Without native kernels the searches of vectors and of a trellis take too long for more rows.
+        searched = 16 if isinstance(format, eqq.formats.Trellis) else 256
+        tables = [w[:searched] if isinstance(format, AbstractVectorFormat) else w for w in (normal, heavy)]
         q = eqq.quantize(tables[0], format)
         mse, mse_heavy = (float(relative_mse(w, eqq.quantize(w, format).dequantize())) for w in tables)
         block = {None: "channel", "tensor": "tensor"}.get(q.block_size, str(q.block_size))

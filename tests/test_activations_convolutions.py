@@ -50,6 +50,7 @@ def test_convolutions_multiply_integers(groups, channels, size, format, getkey):
     np.testing.assert_allclose(y, sums * (s * t.T)[:, :, None, None], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.long
 def test_explanation_of_convolutions(getkey):
     """On CPU codes are floats, elsewhere int8; with blocks or small floats the values are decoded."""
     x, weight = weights(getkey(), (2, 4, 8, 8)), weights(getkey(), (6, 4, 3, 3))
@@ -87,6 +88,7 @@ def test_models_with_convolutions(getkey):
         assert float(jnp.abs(floats - y).max()) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [eqq.Int8(), eqq.Int4(32)])  # codes are multiplied, or decoded
 def test_gradients_of_convolutions(getkey, format):
     """Gradients equal those of a convolution of rounded values: of `x` in range, and of learned scales."""

@@ -118,6 +118,7 @@ def test_static_scales_quantize_inside_the_kernel(getkey, format):
     assert any("xi8>" in line and "xi32>" in line for line in text.splitlines() if "stablehlo.dot_general" in line)
 
 
+@pytest.mark.long
 def test_functions_of_quax_with_a_scale_for_each_layer(getkey):
     q, x = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8"), weights(getkey(), (6, 32))
     w = eqq.arrays.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))

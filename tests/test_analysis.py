@@ -21,6 +21,7 @@ def sin(n, step=0.1):
     return np.sin(np.arange(n, dtype=np.float32) * np.float32(step))
 
 
+@pytest.mark.long
 def test_small_magnitudes_do_not_underflow(getkey):
     w = np.asarray(weights(getkey(), (64,)))
     for factor in (2.0**-60, 1.0, 2.0**60):

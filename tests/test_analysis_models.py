@@ -381,6 +381,7 @@ def reports(model, batch):
     ]
 
 
+@pytest.mark.long
 def test_reports_are_printed(model, reports):
     w = model.layers[0].up.weight
     others = [

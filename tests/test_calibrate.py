@@ -353,6 +353,7 @@ def test_percentiles_are_as_accurate_as_stated(shape):
         assert abs(float(sketch.quantile(p / 100)) - exact) <= abs(exact) / 64 + abs(x).max() * 2**-24, p
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", ["normal", "uniform"])
 def test_percentiles_equal_numpy(shape):
     # NumPy interpolates between order statistics, which differ by little in so many values.

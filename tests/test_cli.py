@@ -293,6 +293,7 @@ def test_compare(run, checkpoint, tmp_path):
     assert "2 other arrays are equal" in run("compare", checkpoint, tmp_path / "out.safetensors")
 
 
+@pytest.mark.long
 def test_formats(run):
     rows = {row["name"]: row for row in json.loads(run("formats", "--json"))}
     assert rows["nf4"]["bits"] == 4.5 and rows["codebook"]["bits"] is None
@@ -300,6 +301,7 @@ def test_formats(run):
     assert not any(set(row["what"]) & set("\\$[") for row in rows.values())
 
 
+@pytest.mark.long
 def test_bench(run):
     out = run("bench", "--size", 64, "--rows", 1, "--rounds", 1, "--format", "int8")
     assert "float32" in out and "Int8()" in out and f" {os.cpu_count()} cores, JAX " in out.splitlines()[0]

@@ -100,6 +100,7 @@ def test_pointwise_convolutions(getkey):
             close(jax.jit(eqq.quaxify(f))(x, w), f(x, w.dequantize()))
 
 
+@pytest.mark.long
 def test_other_convolutions_are_dense(getkey):
     w, x = eqq.quantize(weights(getkey(), (16, 4, 1, 1)), "int8"), weights(getkey(), (2, 16, 9, 7))
     depthwise = eqq.quantize(weights(getkey(), (16, 1, 3, 3)), "int8", axis=(-3, -2, -1))

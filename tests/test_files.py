@@ -113,6 +113,7 @@ def layers(key):
     return eqx.filter_vmap(lambda k: eqx.nn.Linear(64, 64, key=k))(jr.split(key, 3))
 
 
+@pytest.mark.long
 def test_models(getkey, path):
     conv = eqx.nn.Conv2d(3, 8, 3, key=getkey())
     model = {"conv": conv, "stack": layers(getkey()), "norm": eqx.nn.LayerNorm(4), "act": jax.nn.relu}

@@ -244,6 +244,7 @@ def test_runs_the_quantized_matmul_both_ways(getkey):
     assert primitives(eqq.filter_grad(loss), model, jnp.ones((7, 20))).count("quantized_matmul") == 5
 
 
+@pytest.mark.long
 def test_gradient_leaves_exist_only_while_differentiating(getkey):
     model = eqq.quantize_tree(mlp(getkey()), "int4")
     seen = []

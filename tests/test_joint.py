@@ -65,6 +65,7 @@ def test_under_transformations(format):
     assert eqx.tree_equal(eqq.requantize(whole, x, method=JOINT), whole)
 
 
+@pytest.mark.long
 def test_a_group_that_is_not_finite():
     x = jnp.asarray(values((2, 768))).at[0, 300].set(jnp.nan)
     dense = eqx.filter_jit(lambda x: eqq.quantize(x, "q4_k", method=JOINT).dequantize())(x)

@@ -131,6 +131,7 @@ def test_one_array(getkey):
     assert isinstance(eqq.loraify(q, 2, key=getkey()), eqq.arrays.LoraArray)
 
 
+@pytest.mark.long
 def test_embeddings_only_when_selected(getkey):
     model = {"embedding": eqx.nn.Embedding(10, 64, key=getkey()), "linear": eqx.nn.Linear(64, 3, key=getkey())}
     model = eqq.quantize_tree(model, "nf4")

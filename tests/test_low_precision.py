@@ -127,6 +127,7 @@ def test_shapes(getkey, shape):
         np.testing.assert_allclose(eqq.quaxify(jnp.matmul)(x.T, q.T), x.T @ q.T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_stacks_broadcast(getkey):
     w, x = weights(getkey(), (3, 24, 40)), weights(getkey(), (7, 40))
     q = LowPrecisionArray(w, "int8", "int8")
@@ -383,6 +384,7 @@ def test_sharding(operands, kind):
         np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_shard_map(operands):
     x, w, dy = operands
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

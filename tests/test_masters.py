@@ -159,6 +159,7 @@ def test_convolutions_embeddings_and_other_axes(getkey):
     assert_same(tree["conv"].weight, eqq.quantize(state.masters["conv"].weight, "int8", axis=(-3, -2, -1)))
 
 
+@pytest.mark.long
 def test_stacked_layers(getkey):
     stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(jr.split(getkey(), 3))
     model, optim = eqq.quantize_tree(stack, "nf4"), eqq.float_masters(optax.sgd(0.1))
@@ -205,6 +206,7 @@ OUTER = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OUTER)
 def test_outer_transformations(name, getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), "int8"), weights(getkey(), (32, 20))
@@ -282,6 +284,7 @@ def test_together_with_quantized_moments(getkey):
 # Stochastic rounding
 
 
+@pytest.mark.long
 def test_stochastic_rounding_keeps_small_steps_on_average(getkey):
     # Steps of a hundredth of a quantization step: rounding to nearest never leaves the code.
     w = jnp.full((64, 64), 0.3).at[:, 0].set(1.0)
@@ -298,6 +301,7 @@ def test_stochastic_rounding_keeps_small_steps_on_average(getkey):
     assert mean[False] == pytest.approx(0.31, abs=5e-3)
 
 
+@pytest.mark.long
 def test_stochastic_rounding_is_new_at_every_step_and_reproducible(getkey):
     w, key = weights(getkey(), (8, 64)), getkey()
     q, runs = eqq.quantize(w, "int4"), []
@@ -343,6 +347,7 @@ def test_state_has_a_constant_structure(getkey):
     assert describe(state) == describe(after) and jtu.tree_structure(state) == jtu.tree_structure(after)
 
 
+@pytest.mark.long
 def test_training_runs_in_a_scan(getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), "int4"), weights(getkey(), (32, 20))
     optim = eqq.float_masters(optax.adam(lr))

@@ -157,6 +157,7 @@ def test_vmap_over_x_folds_into_rows(q, getkey, batched, shape, m):
         assert not {"scan", "while"} & set(primitives(batched(ft.partial(side, q)), x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transposed", [False, True])
 def test_vmap_over_stacked(stacked, getkey, transposed):
     f = (lambda w, x: x @ w) if transposed else (lambda w, x: w @ x)

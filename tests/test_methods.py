@@ -114,6 +114,7 @@ def test_never_worse_by_its_own_measure(rule, name):
     assert found.sum() < plain.sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["int2", "int4", "int8_block", "nf4"])
 def test_mse_has_the_least_error(name):
     # Against every scale from 0.05 to 1.3 of absmax's, in steps of a thousandth.
@@ -203,6 +204,7 @@ def test_models(rule):
         assert np.sum(found**2) < np.sum(old**2)
 
 
+@pytest.mark.long
 def test_dtypes_and_stochastic_rounding(rule):
     w, quantize = heavy(), ft.partial(eqq.quantize, format="int4", method=METHODS[rule])
     half = w.astype(jnp.bfloat16)
@@ -310,6 +312,7 @@ def test_zero_points_must_suit_the_format(format, zero_point):
             eqq.extend.encode_rows(heavy((2, 64)), scale, wrong, format)
 
 
+@pytest.mark.long
 def test_zero_points_beyond_the_codes_change_no_other():
     """They are packed, and take the last code."""
     w, format = heavy((2, 256)), eqq.Int4(symmetric=False)
@@ -340,6 +343,7 @@ class ByInputs(eqq.extend.AbstractScaleMethod):
         return format.choose_scale(blocks) / (1 + self.inputs.second_moment.mean()), None
 
 
+@pytest.mark.long
 def test_collected_statistics_are_inputs():
     model = eqx.nn.MLP(64, 64, 64, 1, key=jr.key(0))
     stats = eqq.calibrate.collect_stats(model, [heavy((4, 64))])

@@ -60,6 +60,7 @@ def test_float_embeddings(minilm: ModuleType, golden: Any, tokens: Any, model: A
     np.testing.assert_allclose(minilm.embed(model, *tokens), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_padding_does_not_matter(minilm: ModuleType, golden: Any, tokens: Any, model: Any) -> None:
     longer = minilm.tokenize([g["sentence"] for g in golden], 64)
     np.testing.assert_allclose(minilm.embed(model, *tokens), minilm.embed(model, *longer), rtol=0, atol=1e-6)

@@ -46,6 +46,7 @@ def minimize(optim, steps=200):
     return distances, state
 
 
+@pytest.mark.long
 def test_quantized_adam_is_near_float_adam():
     exact, state = minimize(optax.adam(2e-2))
     ours, quantized = minimize(eqq.quantize_state(optax.adam(2e-2)))
@@ -186,6 +187,7 @@ def test_small_moments_and_scalars_stay_in_float(getkey):
     assert len(list_quantized(all_of_them)) == 4
 
 
+@pytest.mark.long
 def test_blocks_run_over_short_axes(getkey):
     params = {"conv": weights(getkey(), (64, 64, 3, 3)), "wide": weights(getkey(), (4, 4096)), "row": jnp.ones(5000)}
     state = eqq.quantize_state(optax.adam(1e-3)).init(params)[0].mu

@@ -42,6 +42,7 @@ def test_product(getkey, name, m):
     assert y.dtype == x.dtype and relative_error(y, expected) < 4e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("m", [64])
 @pytest.mark.parametrize("name", mark_slow(3, KINDS_IN_KERNELS))
 def test_transposed_product(getkey, name, m):

@@ -72,6 +72,7 @@ def test_several_indices(getkey, stack):
     close(y, jnp.stack([dense[4], dense[4]]) @ x[0])
 
 
+@pytest.mark.long
 def test_nested_selection(getkey):
     """Experts of a layer."""
     stack = eqq.quantize(weights(getkey(), (3, 4, 16, 64)), "nf4")
@@ -125,6 +126,7 @@ def make(getkey, length=5):
     return eqq.quantize_tree(layers, "nf4")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [False, True])
 def test_modules(getkey, lora):
     layers, x = make(getkey), weights(getkey(), (2, 64))
@@ -162,6 +164,7 @@ def test_on_several_devices(getkey):
     close(y, np.asarray(x) @ np.asarray(q.dequantize())[1].T)
 
 
+@pytest.mark.long
 def test_other_operations_are_dense(getkey):
     stack = eqq.quantize(weights(getkey(), (5, 8, 64)), "nf4")
     q, w = eqq.take_layer(stack, 2), stack.dequantize()[2]

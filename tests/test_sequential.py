@@ -88,6 +88,7 @@ def test_layers_of_a_list(expected):
     jax.tree.map(np.testing.assert_array_equal, again, q)
 
 
+@pytest.mark.long
 def test_layers_of_a_scan(expected):
     q = eqq.quantize_sequentially(Layers(True), batches(), FORMAT, eqq.GPTQ(), correction=0)
     for n in range(2):

@@ -319,6 +319,7 @@ def test_explicit_arrays_in_any_format(getkey, format):
         eqq.quantize(jax.device_put(w[:, :256], on(make_mesh(EXPLICIT), P(None, "model"))), "nf4")
 
 
+@pytest.mark.long
 def test_a_mesh_with_axes_of_both_types(getkey):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO, EXPLICIT))
     w = weights(getkey(), (16, 512))

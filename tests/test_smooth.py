@@ -164,6 +164,7 @@ def test_awq_takes_the_best_of_its_grid(model, stats):
     assert error(best) < error(np.ones(SIZE))
 
 
+@pytest.mark.long
 def test_awq_helps(model, stats):
     error = lambda m: np.linalg.norm(run(eqq.quantize_tree(m, eqq.Int4(16)), inputs()) - run(model, inputs()))
     assert error(eqq.transforms.smooth(model, eqq.transforms.AWQ(stats, eqq.Int4(16)), fold=FOLD)) < 0.95 * error(model)

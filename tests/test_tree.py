@@ -64,6 +64,7 @@ def assert_same_arrays(actual, expected):
 # What is selected
 
 
+@pytest.mark.long
 def test_default_selection(model):
     q = eqq.quantize_tree(model)
     assert quantize_model(q) == dict.fromkeys(WEIGHTS, eqq.NF4())

@@ -252,6 +252,7 @@ def test_factors_beside_kernels():
 # Names that are no keys
 
 
+@pytest.mark.long
 def test_paths_of_one_name_are_told_apart_by_statistics_and_plans():
     tree = {"a.b": normal(8, 16), "a": {"b": normal(4, 16)}}
     x = normal(5, 16)

@@ -249,6 +249,7 @@ def test_a_file_of_gguf_is_written_again_as_it_was(tmp_path):
         assert old.bytes().tobytes() == new.bytes().tobytes(), name
 
 
+@pytest.mark.long
 def test_types_of_gguf(tmp_path):
     codes = np.random.default_rng(0).integers(0, 3, (3, 512))
     arrays = {"a.w": eqq.quantize(jnp.asarray(codes - 1.0), "tq2_0"), "b.w": eqq.quantize(jnp.ones((2, 256)), "q4_0")}

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._errors import check_keywords
 from .._export import register_export
+from .._native.weight import Codec
 from .._numerics import packing
 from .._numerics.blocks import BlockSize
 from .._numerics.constants import compute_now
@@ -30,6 +31,9 @@ StoredFloat = Literal["float32", "float16", "bfloat16"]
 
 Blocks = Float32[Array, "*batch blocks block"]
 Scales = Float32[Array, "*batch blocks"]
+
+# Vector formats clip values to so many scales before they search, so that sums of squares stay finite.
+SEARCH_LIMIT = 1e4
 
 # The classes of formats that have been defined, by their lower-case names.
 FORMATS: dict[str, type["AbstractFormat"]] = {}
@@ -192,40 +196,46 @@ class AbstractOffsetFormat(AbstractFormat):
 class AbstractVectorFormat(AbstractFormat):
     """A format whose codes each stand for several values, as in vector quantization.
 
-    A code is the index of an entry of a grid of vectors, with signs for instance. The format packs rows itself, in
-    segments of `segment` values, and scales are as in any other format. `bits` is how many bits a value takes, roughly.
+    A code is the index of a vector in a codebook, for instance, with the signs of its values. The format packs rows
+    itself, in segments of `segment` values; scales are as in any other format. `bits` is the number of bits of a value,
+    rounded down.
 
     A subclass defines `block_size`, `bits`, `segment`, `levels`, `choose_scale`, `packed_length`, `decode_row` and
-    `encode_row`. Native kernels decode the library's own; products with others take `xla`.
+    `encode_row`. Native kernels read a format of this library by its `codec`; products with others take `xla`.
     """
 
     segment: AbstractClassVar[int]
-    # The methods that errors offer.
+    # The methods that take the format, for errors.
     methods: ClassVar[str] = "AbsMax, MSE, JointMSE and HQQ"
 
     @property
     @abc.abstractmethod
     def levels(self) -> tuple[float, ...]:
-        """The values that one value of a row can take before the scale, sorted."""
+        """All values that `decode_row` can return, ascending."""
+
+    @property
+    def codec(self) -> Codec | None:
+        """The packing of rows, for native kernels; `None` if they cannot decode it."""
+        return None
 
     @abc.abstractmethod
     def packed_length(self, length: int) -> int:
-        """Returns the number of bytes of a row.
+        """Returns the number of bytes of a row of `length` values.
 
         Segments are packed one after another; the last may be shorter.
         """
 
     @abc.abstractmethod
     def decode_row(self, packed: UInt8[Array, "*batch bytes"], length: int) -> Float32[Array, "*batch length"]:
-        """Returns the values of packed rows, before the scale. No bytes may be invalid."""
+        """Returns the values of packed rows, before the scale: finite numbers, whatever the bytes are."""
 
     @abc.abstractmethod
     def encode_row(
         self, values: Float32[Array, "*batch length"], weights: Float32[Array, "*batch length"] | None = None
     ) -> UInt8[Array, "*batch bytes"]:
-        """Returns the packed codes of the nearest vectors.
+        """Returns packed codes whose values are near the given ones, which are already divided by the scale.
 
-        Values are already divided by the scale. `weights` say how much the squared error of each value counts.
+        `weights` say how much the squared error of each value counts; `None` if all count alike.
         """
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
@@ -235,21 +245,19 @@ class AbstractVectorFormat(AbstractFormat):
         self.refuse()
 
     def refuse(self, leaf: str = "") -> NoReturn:
-        """Raises an error about a use that needs a code for each value.
-
-        It begins with the leaf, if there is one.
-        """
+        """Raises an error about a use that needs a code for each value. It begins with `leaf`, if that is given."""
         raise ValueError(
-            f"{leaf and f'{leaf}: '}`format` must have a code for each value, which is rounded alone here. Got "
-            f"{self!r}, whose codes stand for several values. It takes the methods {self.methods}, and rounds to "
-            'nearest; for others take a format such as "q2_k" or "int3".'
+            f"{leaf and f'{leaf}: '}`format` must have a code for each value, since each value is rounded alone here. "
+            f"Got {self!r}, whose codes stand for several values. It takes the methods {self.methods}, and always "
+            'rounds to nearest, without `key`. For anything else take a format such as "q2_k" or "int3".'
         )
 
 
 class AbstractSequenceFormat(AbstractVectorFormat):
-    """A format whose codes are found by a search along a row, one value after another.
+    """A vector format whose codes are found by a search that takes the values of a row one after another.
 
-    So the search can correct the error of each value in the values that follow, for [`eqquant.GPTQ`][].
+    So the search can correct the error of each value in the values that follow, for [`eqquant.GPTQ`][]. An example is
+    trellis-coded quantization.
     """
 
     methods: ClassVar[str] = "AbsMax, MSE, JointMSE, HQQ and GPTQ"
@@ -261,10 +269,10 @@ class AbstractSequenceFormat(AbstractVectorFormat):
         weights: Float32[Array, "*batch length"] | None = None,
         feedback: Float32[Array, "length length"] | None = None,
     ) -> UInt8[Array, "*batch bytes"]:
-        """Returns the packed codes of sequences of small squared error.
+        """As `AbstractVectorFormat.encode_row`.
 
-        `feedback[i, j]` says how much of the error of value `i` is subtracted from value `j` after it. With it a row
-        has at most `segment` values.
+        `feedback[i, j]` says how much of the error of value `i` is subtracted from value `j`; only `j > i` counts. With
+        it a row has at most `segment` values.
         """
 
 
@@ -295,11 +303,13 @@ def pack_codes(format: AbstractFormat, codes: UInt8[Array, "*batch codes"]) -> U
 
 
 def round_to_levels(
-    format: AbstractFormat, values: Float32[Array, "*batch length"], weights: Array | None = None
+    format: AbstractFormat,
+    values: Float32[Array, "*batch length"],
+    weights: Float32[Array, "*batch length"] | None = None,
 ) -> Float32[Array, "*batch length"]:
     """Returns the levels of the nearest codes.
 
-    `weights` say how much the squared error of each value counts, for a format of vectors.
+    `weights` say how much the squared error of each value counts, for a vector format.
     """
     if isinstance(format, AbstractVectorFormat):
         return format.decode_row(format.encode_row(values, weights), values.shape[-1])
@@ -337,7 +347,7 @@ def has_offsets(format: AbstractFormat) -> bool:
 
 
 def is_ours(format: AbstractFormat, *methods: str) -> bool:
-    """Returns whether a format has none of these methods from a user, which may do anything."""
+    """Returns whether this library defines these methods of a format, not a user, whose methods may do anything."""
     found = (getattr(type(format), name, None) for name in methods)
     return all(method is None or method.__module__.startswith("eqquant.") for method in found)
 
@@ -354,7 +364,7 @@ def find_levels(format: AbstractFormat) -> tuple[np.ndarray, np.ndarray]:
 
     **Returns:**
 
-    A float32 and a boolean array of `2**bits` entries each. Of a format of vectors, the levels of all their values.
+    A float32 and a boolean array of `2**bits` entries each. For a vector format its `levels`, all of them used.
     """
     if isinstance(format, AbstractVectorFormat):
         return np.asarray(format.levels, np.float32), np.ones(len(format.levels), bool)

@@ -34,8 +34,8 @@ def make_layout(format: AbstractFormat, length: int, decoded_scales: bool = Fals
 
 
 def _find_codec(format: AbstractFormat) -> Codec | None:
-    """Returns how native kernels decode rows of one of our formats, its property `codec`."""
-    return getattr(format, "codec", None) if is_ours(format, "decode_row") else None
+    """Returns the `codec` of a vector format, unless a user has redefined what it stands for."""
+    return format.codec if isinstance(format, AbstractVectorFormat) and is_ours(format, "decode_row") else None
 
 
 @ft.lru_cache(256)

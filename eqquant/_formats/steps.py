@@ -15,7 +15,7 @@ from .base import AbstractFormat, AbstractVectorFormat, find_levels, is_ours
 def find_steps(format: AbstractFormat) -> Steps | None:
     """Returns how a format encodes.
 
-    `None` for one of a user, which may do anything, and for a format of vectors.
+    `None` for a format of a user, which may do anything, and for a vector format.
     """
     if not is_ours(format, "encode") or isinstance(format, AbstractVectorFormat):
         return None

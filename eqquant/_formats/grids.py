@@ -1,9 +1,9 @@
-"""The grids of GGUF's `IQ` types: vectors of 8 or 4 small integers, which codes index.
+"""The grids of GGUF's `IQ` types: codebooks of vectors of 8 or 4 small integers.
 
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 
-A grid is a set of vectors over a few levels, in the order of the numbers whose digits they are, the first value the
-lowest digit. So a bit for each number says whether it is in the grid, and those bits are compressed.
+All values of a grid are among a few levels. So a vector is a number: its digits are indices of levels, the lowest digit
+first. Vectors are in the order of their numbers. A bitmap says which numbers are in the grid, and is compressed.
 """
 
 import base64
@@ -15,7 +15,7 @@ import numpy as np
 
 
 class VectorGrid(NamedTuple):
-    """Vectors of `size` values, each one of `levels`. `members` are the compressed bits."""
+    """Vectors of `size` values, each one of `levels`. `members` is the bitmap, by zlib and base85."""
 
     levels: tuple[int, ...]
     size: int
@@ -28,12 +28,12 @@ class VectorGrid(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """The bits of the number of a level."""
+        """The bits of the index of a level."""
         return (len(self.levels) - 1).bit_length()
 
     @property
     def words(self) -> np.ndarray:
-        """Each vector in one integer: the indices of its levels, the first in the low bits."""
+        """Each vector as one int32, `(vectors,)`: the indices of its levels, the first in the low bits."""
         return (_digits(self) << self.bits * np.arange(self.size)).sum(axis=-1).astype(np.int32)
 
 

@@ -2,8 +2,9 @@
 
 See https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c.
 
-A code is the index of a vector in a grid (`grids.py`), with a sign for each value, or one shift for all. Values are
-small integers; scales are odd multiples of a float16 for 256 weights. All dequantize to the values of ggml.
+A code is the index of a vector in a codebook, which ggml calls a grid (`grids.py`), with a sign for each value, or one
+shift for all. Values are small integers; scales are odd multiples of a float16 that 256 values share. All dequantize to
+the values of ggml, bit for bit.
 """
 
 import abc
@@ -22,15 +23,16 @@ from .._numerics import packing
 from .._numerics.blocks import absmax, absmean, BlockSize
 from .._numerics.scale_bits import round_up_from_zero, ScaleDtype
 from . import grids
-from .base import AbstractFormat, AbstractVectorFormat, Blocks, Scales
+from .base import AbstractFormat, AbstractVectorFormat, Blocks, Scales, SEARCH_LIMIT
 from .grids import VectorGrid
 
 
-_Codes = Mapping[str, Array]  # of each kind: one for some values each
+# The codes of rows by the names of `Part`, each an array `(*batch, codes)` of int32.
+_Codes = Mapping[str, Array]
 
 
-class _Odd(AbstractFormat):
-    """Scales: odd multiples of a float16, times `unit`."""
+class _OddMultiples(AbstractFormat):
+    """The format of scales: odd multiples of `unit`, times a float16 for each block of scales."""
 
     bits: int = eqx.field(static=True)  # pyright: ignore
     block_size: BlockSize = eqx.field(static=True)
@@ -48,10 +50,13 @@ class _Odd(AbstractFormat):
         return (2 * codes.astype(jnp.float32) + 1) * self.unit
 
 
-class Bits(NamedTuple):
-    """Some bits of codes, which are packed together: `bits` from bit `low` on.
+class Part(NamedTuple):
+    """Bits of codes that are packed together, as `CodecPart` in `native/src/core/problem.h`.
 
-    `name` says which codes. There is one for `values` values.
+    - `name`: the kind of the codes: `"index"` of vectors; `"signs"` of eight values, one bit each; `"down"`, 1 where a
+        group is shifted down.
+    - `bits`, `low`: these are `bits` bits of each code, from bit `low` on.
+    - `values`: how many values have one code together.
     """
 
     name: str
@@ -60,48 +65,49 @@ class Bits(NamedTuple):
     low: int = 0
 
 
-class AbstractGrid(AbstractVectorFormat):
-    """Codes of vectors of a grid, packed part by part in segments of 256 values."""
+class AbstractGridFormat(AbstractVectorFormat):
+    """A format whose codes are indices of vectors, packed part by part in segments of 256 values."""
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     segment = 256
     grid: ClassVar[VectorGrid]
-    step: ClassVar[int] = 1  # values are so many times what the grid says
+    step: ClassVar[int] = 1  # values are `step` times the numbers of the grid
     even: ClassVar[bool] = False  # whether an even number of eight signs is negative, so that seven are stored
-    # The codes of a segment, in the order of its bytes.
-    parts: ClassVar[tuple[Bits, ...]]
-    # How many values are encoded together.
+    # The parts of a segment, in the order of its bytes.
+    parts: ClassVar[tuple[Part, ...]]
+    # How many values share signs or a shift, and so are encoded together.
     together: ClassVar[int] = 8
-    # The mean magnitude of the levels at the best scale, of normally distributed values.
+    # The mean magnitude of normally distributed values, in units of their best scale.
     mean_level: ClassVar[float]
-    # The largest value of a block is at most so many times the outermost level, in units of the scale.
+    # The amax of a block is at most so many times the outermost level.
     reach: ClassVar[float]
 
     @abc.abstractmethod
-    def _join(self, codes: _Codes) -> Float32[Array, "*batch values"]:
-        """Returns the values of codes, perhaps with some too many at the end."""
+    def _decode_codes(self, codes: _Codes) -> Float32[Array, "*batch values"]:
+        """Returns the values of codes; a last code may have more values than the row."""
 
     @abc.abstractmethod
-    def _search(
-        self, values: Float32[Array, "*batch groups together"], weights: Float32[Array, "*batch groups together"] | None
+    def _find_codes(
+        self, values: Float32[Array, "*batch groups values"], weights: Float32[Array, "*batch groups values"] | None
     ) -> _Codes:
         """Returns the codes of the nearest vectors."""
 
     @property
     def codec(self) -> Codec:
-        kinds = {"index": 0, "signs": 1 + self.even, "down": 3}
+        kinds = {"index": 0, "signs": 1 + self.even, "down": 3}  # `PartKind` in `native/src/core/problem.h`
         parts = ((kinds[name], bits, low, values) for name, bits, values, low in self.parts)
         vectors = (self.step * self.grid.vectors).tobytes()
-        size = int(self.levels[-1]).bit_length()  # few bits: kernels scale by the largest value that there may be
+        # As few bits as the levels need: the end of their range is the largest value that kernels allow for.
+        size = int(self.levels[-1]).bit_length()
         return Codec("grid", (self.grid.size, *it.chain(*parts)), vectors, size + 1, -(2**size))
 
     def choose_scale(self, blocks: Blocks) -> Scales:
-        # The mean alone would clip blocks with outliers too much.
+        # The mean magnitude alone would clip outliers too much.
         return jnp.maximum(absmean(blocks) / self.mean_level, absmax(blocks) / (self.reach * self.levels[-1]))
 
     def packed_length(self, length: int) -> int:
         whole, rest = divmod(length, self.segment)
-        return whole * sum(self._lengths(self.segment)) + sum(self._lengths(rest))
+        return whole * sum(self._count_bytes(self.segment)) + sum(self._count_bytes(rest))
 
     def decode_row(self, packed: UInt8[Array, "*batch bytes"], length: int) -> Float32[Array, "*batch length"]:
         if length == 0:
@@ -112,7 +118,7 @@ class AbstractGrid(AbstractVectorFormat):
         def decode(packed: UInt8[Array, "*batch bytes"]) -> Float32[Array, "*batch values"]:
             # A last segment with as many bytes as a whole one is packed in the same way.
             values = self.segment if packed.shape[-1] == size else rest
-            return self._join(self._unpack(packed, values))[..., :values]
+            return self._decode_codes(self._unpack(packed, values))[..., :values]
 
         return packing.by_segments(decode, packed, count, size)[..., :length]
 
@@ -122,11 +128,11 @@ class AbstractGrid(AbstractVectorFormat):
         *batch, length = values.shape
         pad = [(0, 0)] * len(batch) + [(0, -length % self.together)]
         in_groups = lambda x: jnp.pad(x, pad).reshape(*batch, -(-length // self.together), self.together)
-        # Far beyond the levels: sums of squares stay finite.
-        codes = self._search(in_groups(jnp.clip(values, -_FAR, _FAR)), None if weights is None else in_groups(weights))
+        values = in_groups(jnp.clip(values, -SEARCH_LIMIT, SEARCH_LIMIT))
+        codes = self._find_codes(values, None if weights is None else in_groups(weights))
         return self._pack(codes, length)
 
-    def _lengths(self, length: int) -> list[int]:
+    def _count_bytes(self, length: int) -> list[int]:
         """Returns the number of bytes of each part of a segment."""
         return [packing.packed_length(-(-length // part.values), part.bits) for part in self.parts]
 
@@ -134,7 +140,7 @@ class AbstractGrid(AbstractVectorFormat):
         """Unpacks the codes of a segment of `length` values."""
         codes: dict[str, Array] = {}
         start = 0
-        for part, nbytes in zip(self.parts, self._lengths(length), strict=True):
+        for part, nbytes in zip(self.parts, self._count_bytes(length), strict=True):
             stop = start + nbytes
             bits = packing.unpack(packed[..., start:stop], part.bits, -(-length // part.values)).astype(jnp.int32)
             codes[part.name] = codes[part.name] | bits << part.low if part.low else bits
@@ -145,7 +151,7 @@ class AbstractGrid(AbstractVectorFormat):
         """Packs the codes of rows of `length` values."""
         whole, rest = divmod(length, self.segment)
 
-        def pack_part(part: Bits, count: int, size: int, start: int) -> UInt8[Array, "*batch segments bytes"]:
+        def pack_part(part: Part, count: int, size: int, start: int) -> UInt8[Array, "*batch segments bytes"]:
             bits = codes[part.name] >> part.low & 2**part.bits - 1
             each, first = -(-size // part.values), start // part.values
             bits = bits[..., first : first + count * each].astype(jnp.uint8)
@@ -158,24 +164,21 @@ class AbstractGrid(AbstractVectorFormat):
         return jnp.concatenate(packed, axis=-1)
 
 
-_FAR = 1e4
+# How many vectors are compared in one pass over the values.
 _TILE = 8
 
 
-def _nearest(
-    values: Float32[Array, "*batch groups size"],
-    weights: Float32[Array, "*batch groups size"] | None,
+def _find_nearest(
+    values: Float32[Array, "*batch groups values"],
+    weights: Float32[Array, "*batch groups values"] | None,
     vectors: np.ndarray,
-) -> tuple[Int32[Array, "*batch groups"], Float32[Array, "*batch groups"]]:
-    """Returns the index of the nearest of some vectors, and its squared error.
-
-    The error lacks the squares of the values, which are the same for all vectors.
-    """
+) -> tuple[Int32[Array, "*batch indices"], Float32[Array, "*batch indices"]]:
+    """Returns the indices of the nearest vectors, and their squared errors less the squares of the values."""
     tiles = jnp.asarray(vectors, jnp.float32).reshape(-1, _TILE, vectors.shape[-1])
-    # One long line for each place of a vector: the search is elementwise, and goes over the lines once for each tile.
-    lines = lambda x: jnp.moveaxis(x.reshape(-1, x.shape[-1]), -1, 0)
-    twice = lines(2 * values if weights is None else 2 * values * weights)
-    each = None if weights is None else lines(weights)
+    # `(size, all indices)`: elementwise operations on long arrays, which are read once for each tile of vectors.
+    by_place = lambda x: jnp.moveaxis(x.reshape(-1, vectors.shape[-1]), -1, 0)
+    twice = by_place(2 * values if weights is None else 2 * values * weights)
+    each = None if weights is None else by_place(weights)
 
     def error(vector: Float32[Array, " size"]) -> Float32[Array, " all"]:
         if each is None:
@@ -193,30 +196,31 @@ def _nearest(
     start = (jnp.zeros(twice.shape[1:], jnp.int32), jnp.full(twice.shape[1:], jnp.inf))
     firsts = jnp.arange(tiles.shape[0], dtype=jnp.int32) * _TILE
     index, least = jax.lax.scan(step, start, (firsts, tiles))[0]
-    return index.reshape(values.shape[:-1]), least.reshape(values.shape[:-1])
+    shape = (*values.shape[:-2], values.shape[-2] * values.shape[-1] // vectors.shape[-1])
+    return index.reshape(shape), least.reshape(shape)
 
 
-def _take(grid: VectorGrid, index: Int32[Array, "*batch groups"]) -> Int32[Array, "*batch values"]:
-    """Looks vectors up, and lays them end to end.
+def _look_up(grid: VectorGrid, index: Int32[Array, "*batch groups"]) -> Int32[Array, "*batch values"]:
+    """Returns the vectors of indices, concatenated.
 
-    A lookup takes XLA on CPU far longer than arithmetic. So it finds a whole vector, as one integer.
+    A gather takes XLA on CPU far longer than arithmetic. So it gathers one integer for each vector, and unpacks that.
     """
     words = jnp.asarray(grid.words).at[index].get(mode="clip")
-    digits = words[..., None] >> grid.bits * _places(index.ndim + 1, grid.size) & 2**grid.bits - 1
+    digits = words[..., None] >> grid.bits * _iota(index.ndim + 1, grid.size) & 2**grid.bits - 1
     first, step = grid.levels[0], grid.levels[1] - grid.levels[0]
     values = first + step * digits
     for n, level in enumerate(grid.levels):
-        if level != first + step * n:  # levels are even steps, but for one
+        if level != first + step * n:  # all levels but one are evenly spaced
             values = jnp.where(digits == n, level, values)
     return values.reshape(*index.shape[:-1], index.shape[-1] * grid.size)
 
 
-def _places(ndim: int, size: int = 8) -> Int32[Array, "..."]:
+def _iota(ndim: int, size: int = 8) -> Int32[Array, "..."]:
     """Returns the numbers from zero on along the last axis."""
     return jnp.arange(size, dtype=jnp.int32).reshape(*[1] * (ndim - 1), size)
 
 
-class AbstractSigned(AbstractGrid):
+class AbstractSignedGrid(AbstractGridFormat):
     """Vectors of magnitudes, with eight signs for eight values, or seven if `even`."""
 
     @property
@@ -224,36 +228,33 @@ class AbstractSigned(AbstractGrid):
         magnitudes = [float(level) for level in self.grid.levels]
         return (*(-level for level in reversed(magnitudes)), *magnitudes)
 
-    def _join(self, codes: _Codes) -> Float32[Array, "*batch values"]:
-        magnitudes, signs = _take(self.grid, codes["index"]), codes["signs"]
+    def _decode_codes(self, codes: _Codes) -> Float32[Array, "*batch values"]:
+        magnitudes, signs = _look_up(self.grid, codes["index"]), codes["signs"]
         if self.even:
             parity = signs ^ signs >> 4
             parity = parity ^ parity >> 2
             signs = signs | ((parity ^ parity >> 1) & 1) << 7
-        negative = (signs[..., None] >> _places(signs.ndim + 1) & 1).reshape(*signs.shape[:-1], signs.shape[-1] * 8)
+        negative = (signs[..., None] >> _iota(signs.ndim + 1) & 1).reshape(*signs.shape[:-1], signs.shape[-1] * 8)
         magnitudes, negative = (x[..., : min(magnitudes.shape[-1], negative.shape[-1])] for x in (magnitudes, negative))
         return jnp.where(negative == 1, -magnitudes, magnitudes).astype(jnp.float32)
 
-    def _search(
-        self, values: Float32[Array, "*batch groups together"], weights: Float32[Array, "*batch groups together"] | None
+    def _find_codes(
+        self, values: Float32[Array, "*batch groups values"], weights: Float32[Array, "*batch groups values"] | None
     ) -> _Codes:
         negative, magnitudes = values < 0, jnp.abs(values)
         if self.even:
-            # The sign that costs least is wrong where it must be.
+            # If the number of negative signs is odd, the sign whose change costs least is stored wrong.
             costs = magnitudes if weights is None else magnitudes * weights
             odd = jnp.sum(negative, axis=-1, keepdims=True) % 2 == 1
-            wrong = odd & (_places(values.ndim) == jnp.argmin(costs, axis=-1, keepdims=True).astype(jnp.int32))
+            wrong = odd & (_iota(values.ndim) == jnp.argmin(costs, axis=-1, keepdims=True).astype(jnp.int32))
             negative, magnitudes = negative ^ wrong, jnp.where(wrong, -magnitudes, magnitudes)
-        signs = jnp.sum(negative.astype(jnp.int32) << _places(values.ndim), axis=-1)
-        signs = signs & 127 if self.even else signs
-        *batch, groups, together = values.shape
-        in_vectors = lambda x: x.reshape(*batch, groups * (together // self.grid.size), self.grid.size)
-        each = None if weights is None else in_vectors(weights)
-        return {"index": _nearest(in_vectors(magnitudes), each, self.grid.vectors)[0], "signs": signs}
+        signs = jnp.sum(negative.astype(jnp.int32) << _iota(values.ndim), axis=-1)
+        index, _ = _find_nearest(magnitudes, weights, self.grid.vectors)
+        return {"index": index, "signs": signs & 127 if self.even else signs}
 
 
-class AbstractShifted(AbstractGrid):
-    """Vectors of -1, 0 and 1, all moved by 1/8 up or down; values are `step` times as large."""
+class AbstractShiftedGrid(AbstractGridFormat):
+    """Vectors of -1, 0 and 1, all shifted by 1/8 up or down. Values are in units of 1/8: 7, 8 or 9 stands for 1."""
 
     grid: ClassVar[VectorGrid] = grids.IQ1_S
     step: ClassVar[int] = 8
@@ -262,30 +263,28 @@ class AbstractShifted(AbstractGrid):
     def levels(self) -> tuple[float, ...]:
         return (-9.0, -7.0, -1.0, 1.0, 7.0, 9.0)
 
-    def _join(self, codes: _Codes) -> Float32[Array, "*batch values"]:
-        values, down = self.step * _take(self.grid, codes["index"]), jnp.repeat(codes["down"], self.together, axis=-1)
+    def _decode_codes(self, codes: _Codes) -> Float32[Array, "*batch values"]:
+        values = self.step * _look_up(self.grid, codes["index"])
+        down = jnp.repeat(codes["down"], self.together, axis=-1)
         values, down = (x[..., : min(values.shape[-1], down.shape[-1])] for x in (values, down))
         return (values + jnp.where(down == 1, -1, 1)).astype(jnp.float32)
 
-    def _search(
-        self, values: Float32[Array, "*batch groups together"], weights: Float32[Array, "*batch groups together"] | None
+    def _find_codes(
+        self, values: Float32[Array, "*batch groups values"], weights: Float32[Array, "*batch groups values"] | None
     ) -> _Codes:
-        *batch, groups, together = values.shape
-        count = together // self.grid.size
-        in_vectors = lambda x: x.reshape(*batch, groups * count, self.grid.size)
-        each = None if weights is None else in_vectors(weights)
+        count = self.together // self.grid.size
 
-        def nearest(shift: int) -> tuple[Array, Array]:
-            index, errors = _nearest(in_vectors(values), each, self.step * self.grid.vectors + np.int8(shift))
-            return index, jnp.sum(errors.reshape(*batch, groups, count), axis=-1)
+        def find_shifted(shift: int) -> tuple[Array, Array]:
+            index, errors = _find_nearest(values, weights, self.step * self.grid.vectors + np.int8(shift))
+            return index, jnp.sum(errors.reshape(*values.shape[:-1], count), axis=-1)
 
-        (up, error_up), (down, error_down) = nearest(1), nearest(-1)
+        (up, error_up), (down, error_down) = find_shifted(1), find_shifted(-1)
         is_down = error_down < error_up
         index = jnp.where(jnp.repeat(is_down, count, axis=-1), down, up)
         return {"index": index, "down": is_down.astype(jnp.int32)}
 
 
-class IQ2_XXS(AbstractSigned):
+class IQ2_XXS(AbstractSignedGrid):
     r"""GGUF's IQ2_XXS: eight values are one of 256 vectors; 2.0625 bits per weight.
 
     Vectors hold magnitudes. Eight values have seven signs, and an even number of the eight is negative. Magnitudes are
@@ -302,14 +301,14 @@ class IQ2_XXS(AbstractSigned):
 
     bits = 2
     grid: ClassVar[VectorGrid] = grids.IQ2_XXS
-    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 8), Bits("signs", 7, 8))
+    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 8), Part("signs", 7, 8))
     even = True
     mean_level: ClassVar[float] = 17.5
     reach: ClassVar[float] = 1.3
-    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1 / 8)
+    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=8, unit=1 / 8)
 
 
-class IQ2_XS(AbstractSigned):
+class IQ2_XS(AbstractSignedGrid):
     r"""GGUF's IQ2_XS: eight values are one of 512 vectors; 2.3125 bits per weight.
 
     As [`eqquant.formats.IQ2_XXS`][], with scales of blocks of 16.
@@ -326,14 +325,14 @@ class IQ2_XS(AbstractSigned):
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 2
     grid: ClassVar[VectorGrid] = grids.IQ2_XS
-    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 8), Bits("index", 1, 8, low=8), Bits("signs", 7, 8))
+    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 8), Part("index", 1, 8, low=8), Part("signs", 7, 8))
     even = True
     mean_level: ClassVar[float] = 17.0
     reach: ClassVar[float] = 1.3
-    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=16, unit=1 / 8)
+    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=16, unit=1 / 8)
 
 
-class IQ2_S(AbstractSigned):
+class IQ2_S(AbstractSignedGrid):
     r"""GGUF's IQ2_S: eight values are one of 1024 vectors; 2.5625 bits per weight.
 
     Vectors hold magnitudes, and each value has a sign. Magnitudes are 8, 25 and 43. Scales of blocks of 16 have four
@@ -351,13 +350,13 @@ class IQ2_S(AbstractSigned):
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 2
     grid: ClassVar[VectorGrid] = grids.IQ2_S
-    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 8), Bits("index", 2, 8, low=8), Bits("signs", 8, 8))
+    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 8), Part("index", 2, 8, low=8), Part("signs", 8, 8))
     mean_level: ClassVar[float] = 17.8
     reach: ClassVar[float] = 1.3
-    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=16, unit=1 / 8)
+    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=16, unit=1 / 8)
 
 
-class IQ3_XXS(AbstractSigned):
+class IQ3_XXS(AbstractSignedGrid):
     r"""GGUF's IQ3_XXS: four values are one of 256 vectors; 3.0625 bits per weight.
 
     Vectors hold magnitudes. Eight values have seven signs, and an even number of the eight is negative. Magnitudes are
@@ -375,14 +374,14 @@ class IQ3_XXS(AbstractSigned):
 
     bits = 3
     grid: ClassVar[VectorGrid] = grids.IQ3_XXS
-    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 4), Bits("signs", 7, 8))
+    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 4), Part("signs", 7, 8))
     even = True
     mean_level: ClassVar[float] = 21.0
     reach: ClassVar[float] = 1.1
-    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1 / 4)
+    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=8, unit=1 / 4)
 
 
-class IQ3_S(AbstractSigned):
+class IQ3_S(AbstractSignedGrid):
     r"""GGUF's IQ3_S: four values are one of 512 vectors; 3.4375 bits per weight.
 
     Vectors hold magnitudes, and each value has a sign. Magnitudes are the odd numbers from 1 to 15. Scales of blocks of
@@ -399,13 +398,13 @@ class IQ3_S(AbstractSigned):
 
     bits = 3
     grid: ClassVar[VectorGrid] = grids.IQ3_S
-    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 4), Bits("index", 1, 4, low=8), Bits("signs", 8, 8))
+    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 4), Part("index", 1, 4, low=8), Part("signs", 8, 8))
     mean_level: ClassVar[float] = 4.9
     reach: ClassVar[float] = 1.1
-    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1.0)
+    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=8, unit=1.0)
 
 
-class IQ1_S(AbstractShifted):
+class IQ1_S(AbstractShiftedGrid):
     r"""GGUF's IQ1_S: eight values are one of 2048 vectors; 1.5625 bits per weight.
 
     Vectors hold -1, 0 and 1. All values of a block of 32 are moved by 1/8, up or down. Scales have three bits: odd
@@ -421,14 +420,14 @@ class IQ1_S(AbstractShifted):
     """
 
     bits = 1
-    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 8), Bits("index", 3, 8, low=8), Bits("down", 1, 32))
+    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 8), Part("index", 3, 8, low=8), Part("down", 1, 32))
     together = 32
     mean_level: ClassVar[float] = 5.2
     reach: ClassVar[float] = 2.0
-    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=3, block_size=8, unit=1 / 8)
+    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=3, block_size=8, unit=1 / 8)
 
 
-class IQ1_M(AbstractShifted):
+class IQ1_M(AbstractShiftedGrid):
     r"""GGUF's IQ1_M: eight values are one of 2048 vectors; 1.75 bits per weight.
 
     As [`eqquant.formats.IQ1_S`][], with a direction for every eight values, and scales of blocks of 16.
@@ -444,7 +443,7 @@ class IQ1_M(AbstractShifted):
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 1
-    parts: ClassVar[tuple[Bits, ...]] = (Bits("index", 8, 8), Bits("index", 3, 8, low=8), Bits("down", 1, 8))
+    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 8), Part("index", 3, 8, low=8), Part("down", 1, 8))
     mean_level: ClassVar[float] = 5.2
     reach: ClassVar[float] = 2.0
-    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=3, block_size=16, unit=1 / 8)
+    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=3, block_size=16, unit=1 / 8)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import _formats as formats
-from .._formats.iq import AbstractGrid
+from .._formats.iq import AbstractGridFormat
 from .._numerics.packing import packed_length
 from ._bits import pack_codes
 
@@ -47,7 +47,7 @@ class VectorBlockType(NamedTuple):
     The parts are `codes`, packed as ours, the codes of `scales`, and the `scale`.
     """
 
-    format: AbstractGrid
+    format: AbstractGridFormat
     nbytes: int
     runs: tuple[Run, ...]
 
@@ -73,7 +73,7 @@ class VectorBlockType(NamedTuple):
 
 
 @ft.cache
-def _find_places(format: AbstractGrid, nbytes: int, runs: tuple[Run, ...]) -> dict[str, np.ndarray]:
+def _find_places(format: AbstractGridFormat, nbytes: int, runs: tuple[Run, ...]) -> dict[str, np.ndarray]:
     """Returns for each part the place in a block of each of its bits.
 
     The place of a bit that is always zero is -1.

@@ -1,4 +1,4 @@
-"""Trellis codes of one to four bits, where neighboring values share bits."""
+"""Trellis-coded quantization of one to four bits, where neighboring values share bits."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -8,29 +8,31 @@ from jaxtyping import Array, Float32, UInt8
 from .._native.weight import Codec
 from .._numerics import trellis
 from .._numerics.blocks import absmax, BlockSize, divide
-from .base import AbstractSequenceFormat, Blocks, check_stored_float, Scales, StoredFloat
+from .base import AbstractSequenceFormat, Blocks, check_stored_float, Scales, SEARCH_LIMIT, StoredFloat
 
 
-# Values are clipped to so many scales, so that sums of squares stay finite.
-_FAR = 1e4
-# The standard deviation of values in units of the scale, at which normally distributed values have the least error.
+# By the bits: the standard deviation of normally distributed values, in units of the scale of least error.
 _DEVIATIONS = {1: 43.0, 2: 37.0, 3: 35.0, 4: 33.0}
-# The squared error there, in the same units.
+# Their mean squared error at that scale, in the same units.
 _ERRORS = {1: 512.0, 2: 99.1, 3: 23.3, 4: 5.45}
-# Multiples of the smallest scale to try: larger ones clip fewer outliers.
+# Multiples of that scale to try: larger ones clip fewer outliers.
 _FACTORS = np.geomspace(1, 16, 13).astype(np.float32)
 
 
 class Trellis(AbstractSequenceFormat):
     r"""A trellis code: a value is a hash of 12 bits; neighbors share all but `bits`.
 
-    At two bits normally distributed weights have a signal-to-noise ratio of 11.4 dB, where `Int2` has 8.1 dB and no
-    code exceeds 12.04 dB. Values are integers of eight bits, times the scale of the block. A search over
-    sequences finds the codes: half a microsecond per value with native kernels, and far longer without. Rotate weights
-    with outliers first, by [`eqquant.transforms.rotate`][].
+    At two bits normally distributed weights have an SQNR of 11.4 dB, where `Int2` has 8.1 dB and no code of two bits
+    exceeds 12.04 dB. Values are integers from -123 to 113, times the scale of the block. The Viterbi algorithm finds
+    the codes: half a microsecond per value with native kernels, and far longer without. Rotate weights with outliers
+    first, by [`eqquant.transforms.rotate`][].
 
-    The codes of 128 values form a circle, so rows can be cut after each 128. [`eqquant.GPTQ`][] corrects, along each
-    path of the search, the values that follow. Zero has a code, but not next to every value.
+    The trellis of 128 values is tail-biting: their codes form a circle, so rows can be cut after each 128.
+    [`eqquant.GPTQ`][] corrects, along each path of the search, the values that follow. Zero has a code, but not next to
+    every value.
+
+    Like QTIP's bitshift trellis with its code 1MAD, but with windows of 12 bits instead of 16 and a hash of 16-bit
+    products. Files of QTIP are not read.
 
     !!! Example
 
@@ -75,20 +77,21 @@ class Trellis(AbstractSequenceFormat):
         return Codec("trellis", (self.bits, trellis.MULTIPLIERS), lowest=int(self.levels[0]))
 
     def choose_scale(self, blocks: Blocks) -> Scales:
-        size, length = absmax(blocks), max(blocks.shape[-1], 1)
-        # XLA may multiply by the reciprocal, which must not vanish. Squares of quotients do not overflow.
-        unit = jnp.where(size > 1, 2.0**-8, 1.0)
-        units = jnp.abs(divide(blocks * unit[..., None], jnp.broadcast_to((size * unit)[..., None], blocks.shape)))
+        amax, length = absmax(blocks), max(blocks.shape[-1], 1)
+        # In units of the amax, squares do not overflow. XLA may divide by multiplying with the reciprocal, which is
+        # subnormal, so zero, for a huge amax.
+        shrink = jnp.where(amax > 1, 2.0**-8, 1.0)
+        units = jnp.abs(divide(blocks * shrink[..., None], jnp.broadcast_to((amax * shrink)[..., None], blocks.shape)))
         smallest = jnp.sqrt(jnp.sum(jnp.square(units), axis=-1) / length) / _DEVIATIONS[self.bits]
 
         def error(factor: np.float32) -> Scales:
-            beyond = jnp.maximum(units - (self.levels[-1] * factor * smallest)[..., None], 0)
-            return jnp.sum(jnp.square(beyond), axis=-1) + length * _ERRORS[self.bits] * jnp.square(factor * smallest)
+            clipped = jnp.maximum(units - (self.levels[-1] * factor * smallest)[..., None], 0)
+            return jnp.sum(jnp.square(clipped), axis=-1) + length * _ERRORS[self.bits] * jnp.square(factor * smallest)
 
         best = jnp.argmin(jnp.stack([error(factor) for factor in _FACTORS]), axis=0)
         # No level overflows float32, though scales are rounded up.
         largest = float(jnp.finfo(jnp.float32).max) / (-self.levels[0] * (1 + 2**-7))
-        return jnp.minimum(size * smallest * jnp.asarray(_FACTORS)[best], largest)
+        return jnp.minimum(amax * smallest * jnp.asarray(_FACTORS)[best], largest)
 
     def packed_length(self, length: int) -> int:
         return trellis.packed_length(length, self.bits)
@@ -102,5 +105,5 @@ class Trellis(AbstractSequenceFormat):
         weights: Float32[Array, "*batch length"] | None = None,
         feedback: Float32[Array, "length length"] | None = None,
     ) -> UInt8[Array, "*batch bytes"]:
-        values = jnp.where(jnp.isnan(values), 0, jnp.clip(values, -_FAR, _FAR))
+        values = jnp.where(jnp.isnan(values), 0, jnp.clip(values, -SEARCH_LIMIT, SEARCH_LIMIT))
         return trellis.encode(values, self.bits, weights, feedback)

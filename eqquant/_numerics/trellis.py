@@ -1,11 +1,14 @@
 """Trellis codes: each value is a hash of 12 bits, of which neighbors share most.
 
 A row is cut into segments of 128 values; a last, shorter segment is rounded up to a multiple of 16. The bits of a
-segment form a circle, numbered from the lowest of the first byte. Value `t` is the hash of the 12 bits from bit
-`t * bits` on.
+segment form a circle (a tail-biting trellis), numbered from the lowest of the first byte. Value `t` is the hash of a
+*window*, the 12 bits from bit `t * bits` on.
 
 Neighboring windows share bits, so not every sequence of values has codes. Encoding finds one of small error by the
 Viterbi algorithm, with the windows as states. It is a JAX primitive; on CPU native code runs it.
+
+After the bitshift trellis of QTIP, https://arxiv.org/abs/2406.11235, whose code 1MAD is the sum of the four bytes of a
+32-bit hash. To correct the errors of each path in its own later values is known as per-survivor processing.
 """
 
 import functools as ft
@@ -29,16 +32,17 @@ from .constants import compute_now
 from .primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
 
 
+# The bits of a window; the values of a segment; the values of which a shorter segment is a multiple.
 WINDOW, SEGMENT, UNIT = 12, 128, 16
-# Of 5000 random pairs the one of least error at two bits, for normally distributed values. The lower half multiplies
-# windows, the upper one these products.
+# Two multipliers of the hash: the lower half multiplies windows, the upper one these products. Of 5000 random pairs the
+# one of least error at two bits, for normally distributed values.
 MULTIPLIERS = 0x394D3195
 
 encode_trellis_p = jax.extend.core.Primitive("encode_trellis")
 
 
 def packed_length(length: int, bits: int) -> int:
-    """Returns the number of bytes of a row."""
+    """Returns the number of bytes of a row of `length` values."""
     whole, rest = divmod(length, SEGMENT)
     return (whole * SEGMENT + -(-rest // UNIT) * UNIT) * bits // 8
 
@@ -46,18 +50,18 @@ def packed_length(length: int, bits: int) -> int:
 def hash_windows(windows: UInt32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     """Returns the value of each window, an integer from -123 to 113, with a mean of about zero.
 
-    Values are nearly normally distributed: the sum of four numbers of six bits, after the sum of four bytes in QTIP
-    (https://arxiv.org/abs/2406.11235). All numbers have 16 bits, of which processors multiply most at once.
+    Values are nearly normally distributed: sums of four numbers of six bits. Products have 16 bits, since vector
+    instructions compute most of these at once.
     """
     product = windows * np.uint32(MULTIPLIERS & 0xFFFF) & np.uint32(0xFFFF)
     high = product * np.uint32(MULTIPLIERS >> 16) >> np.uint32(16)
     pairs = (product & np.uint32(0x3F3F)) + (high & np.uint32(0x3F3F))
-    return ((pairs & np.uint32(0xFF)) + (pairs >> np.uint32(8))).astype(jnp.int32) - 123
+    return ((pairs & np.uint32(0xFF)) + (pairs >> np.uint32(8))).astype(jnp.int32) - 123  # in native code too
 
 
 @ft.lru_cache
 def decode_windows() -> np.ndarray:
-    """Returns the values of all windows, as `hash_windows`."""
+    """Returns the values of all windows, float32 `(4096,)`."""
     with compute_now():
         return np.asarray(jax.jit(hash_windows)(np.arange(2**WINDOW, dtype=np.uint32)), np.float32)
 
@@ -89,9 +93,11 @@ def _decode_segments(packed: UInt8[Array, "*batch bytes"], bits: int) -> Int32[A
 class TrellisRows(NamedTuple):
     """Rows to encode.
 
+    - `values`: in units of the scales, finite.
     - `weights`: how much the squared error of each value counts.
-    - `feedback`: how much of the error of value `i` is subtracted from value `j` after it, `feedback[i, j]`, the same
-        for all rows, which have at most a segment; `None` corrects nothing. An error is that of the corrected value.
+    - `feedback`: `feedback[i, j]` is how much of the error of value `i` is subtracted from value `j` after it, the same
+        for all rows, which have at most a segment; `None` corrects nothing. An error is the corrected value less its
+        quantized value.
     """
 
     values: Float32[Array, "*batch rows length"]
@@ -105,9 +111,9 @@ def encode(
     weights: Float32[Array, "*batch length"] | None = None,
     feedback: Float32[Array, "length length"] | None = None,
 ) -> UInt8[Array, "*batch bytes"]:
-    """Returns the packed codes of sequences of small squared error. Values must be finite.
+    """Returns the packed codes of sequences of small squared error.
 
-    With `feedback` rows have at most a segment, and each path through the trellis corrects its own errors.
+    The arguments are the fields of `TrellisRows`. Each path through the trellis corrects its own errors.
     """
     *batch, length = values.shape
     flat = lambda x: x.astype(jnp.float32).reshape(math.prod(batch), length)
@@ -137,8 +143,8 @@ def _by_xla(*args: Array, tree: PyTreeDef, bits: int) -> UInt8[Array, "*batch ro
         part = lambda x: jnp.pad(flat(x)[:, first : first + size * count].reshape(-1, size), ((0, 0), (0, padding)))
         feedback = trellis.feedback if trellis.feedback is None else jnp.pad(trellis.feedback, (0, padding))
         search = lambda pair: _search_circle(pair[0], pair[1], feedback, bits)
-        many = 8 if feedback is not None else 64
-        windows = jax.lax.map(search, (part(trellis.values), part(trellis.weights)), batch_size=many)
+        batch_size = 8 if feedback is not None else 64  # segments: feedback takes more memory
+        windows = jax.lax.map(search, (part(trellis.values), part(trellis.weights)), batch_size=batch_size)
         return _pack(windows, bits).reshape(flat(trellis.values).shape[0], -1)
 
     parts = [encode_part(0, SEGMENT, whole)] if whole else []
@@ -147,7 +153,7 @@ def _by_xla(*args: Array, tree: PyTreeDef, bits: int) -> UInt8[Array, "*batch ro
 
 
 def _pack(windows: Int32[Array, "rows values"], bits: int) -> UInt8[Array, "rows bytes"]:
-    """Packs the lowest bits of each window, one after the other."""
+    """Packs the lowest `bits` bits of each window, one after the other."""
     rows, length = windows.shape
     places = lambda count: jnp.arange(count, dtype=jnp.int32)[None, None, :]
     each = (windows[..., None] >> places(bits) & 1).reshape(rows, length * bits // 8, 8)
@@ -180,9 +186,10 @@ def _search(
 ) -> Int32[Array, " length"]:
     """Returns the windows of the best sequence.
 
-    `shared` are the lowest bits of its first window and the highest of its last.
+    - `shared`: the lowest `WINDOW - bits` bits of its first window, which are the highest of its last; `None` if these
+        may differ.
 
-    A *group* are windows with the same lowest bits: the same windows precede them.
+    A *group* is the windows with the same lowest bits: the same windows precede them.
     """
     length, groups, choices = len(values), 2 ** (WINDOW - bits), 2**bits
     table = jnp.asarray(decode_windows()).reshape(choices, groups)
@@ -191,28 +198,28 @@ def _search(
     costs = jnp.zeros(groups, jnp.float32) if shared is None else jnp.where(group == shared, 0.0, jnp.inf)
 
     def advance(state: tuple[Array, Array], step: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
-        costs, changes = state  # of the best path to each group
+        costs, changes = state  # of the best path to each group: its cost, and what it subtracts from each value
         n, value, weight, row = step
         target = value if feedback is None else value - changes[:, n][None, :]
         errors = target - table
-        # Windows in order: the highest bits are the new ones. The windows before a group differ in their lowest.
+        # The highest bits of a window are its new ones. The windows that precede a group differ in their lowest bits.
         totals = (costs[None, :] + weight * jnp.square(errors)).reshape(groups, choices)
         choice = jnp.argmin(totals, axis=-1).astype(jnp.int32)
         window = group * choices + choice
         if feedback is not None:
             changes = changes[window % groups] + errors.reshape(-1)[window][:, None] * row[None, :]
         costs = jnp.min(totals, axis=-1)
-        return (costs - jnp.min(costs), changes), choice  # small costs are exact
+        return (costs - jnp.min(costs), changes), choice  # relative to the least, so that small costs are exact
 
     rows = jnp.zeros((length, 0), jnp.float32) if feedback is None else feedback
     (costs, _), chosen = jax.lax.scan(advance, (costs, changes), (jnp.arange(length), values, weights, rows))
 
-    def trace(group: Array, choices_of_groups: Array) -> tuple[Array, Array]:
+    def trace_back(group: Array, choices_of_groups: Array) -> tuple[Array, Array]:
         window = group * choices + choices_of_groups[group]
         return window % groups, window
 
     end = jnp.argmin(costs).astype(jnp.int32) if shared is None else shared
-    return jax.lax.scan(trace, end, chosen, reverse=True)[1]
+    return jax.lax.scan(trace_back, end, chosen, reverse=True)[1]
 
 
 def _native(*args: Array, tree: PyTreeDef, bits: int) -> UInt8[Array, "*batch rows bytes"]:

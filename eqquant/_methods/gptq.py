@@ -21,9 +21,9 @@ from .grid import decode_by, encode_by, EncodedRows, Grid, store
 from .statistics import Inputs
 
 
-# How many rows are found together, if rows make up for the errors of others.
+# How many rows are rounded together, where later rows make up for the errors of earlier ones.
 ROWS = 32
-# The damping of a Gram matrix of outputs. Large: a product of two Gram matrices only approximates the error.
+# The damping of `output_gram`. Large: the Kronecker product of two Gram matrices only approximates the Hessian.
 OUTPUT_DAMPING = 1.0
 
 
@@ -34,13 +34,13 @@ class GPTQ(AbstractMethod):
     inputs of the weight.
 
     Rounds one column after the other, and changes the columns still to come so that they make up for its error.
-    `method` chooses the scales from the original weight, so columns may come in any order, and the array need not
-    remember which. Works with every format whose codes stand for one value, and with [`eqquant.formats.Trellis`][]:
-    there columns keep their order, and each path of the search makes up for its own errors.
+    `method` chooses the scales from the original weight, so columns may come in any order, and the array needs no
+    `g_idx`. Works with every format whose codes stand for one value, and with [`eqquant.formats.Trellis`][]: there
+    columns keep their order, and each path of the search makes up for its own errors.
 
     With the gradients of [`eqquant.calibrate.collect_stats`][] the error is that of the outputs of the model, about
-    $\operatorname{tr}\, H (W - \hat W)\, G\, (W - \hat W)^T$, where $H$ is the `output_gram`. Then rows to come
-    make up for the errors of rows, too.
+    $\operatorname{tr}\, H (W - \hat W)\, G\, (W - \hat W)^T$, where $H$ is the `output_gram`. Then later rows make
+    up for the errors of earlier ones too, as in YAQA.
 
     Columns whose input is always zero are rounded to the nearest code; in a trellis they count least. If the Gram
     matrix is singular even with its damping, the damping grows tenfold until it is not.
@@ -57,7 +57,7 @@ class GPTQ(AbstractMethod):
 
         [GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers](https://arxiv.org/abs/2210.17323)
 
-        Gradients: [Model-Preserving Adaptive Rounding](https://arxiv.org/abs/2505.22988)
+        Gradients: [Model-Preserving Adaptive Rounding](https://arxiv.org/abs/2505.22988) (YAQA)
     """
 
     inputs: Inputs
@@ -116,14 +116,14 @@ class GPTQ(AbstractMethod):
         scale, zero_point = self._choose_scales(rows, grams, format, chunk)
         scale_bits, offset_bits, grid = store(rows, scale, zero_point, format, chunk)
         order = None if isinstance(format, AbstractSequenceFormat) else self.order
-        factor = lambda gram: _factor(gram, self.damping, order)
+        factorize = lambda gram: _factorize(gram, self.damping, order)
         if outputs is None:
-            find = lambda factor, columns, grid: _find(factor, columns, grid, format)
-            codes = map_layers(factor, find, grams, chunk, rows, grid)
+            find = lambda factor, columns, grid: _find_codes(factor, columns, grid, format)
+            codes = map_layers(factorize, find, grams, chunk, rows, grid)
         else:
-            factors = lambda gram, outputs: (factor(gram), _factor(outputs, OUTPUT_DAMPING, None))
+            both = lambda gram, outputs: (factorize(gram), _factorize(outputs, OUTPUT_DAMPING, None))
             find = lambda factors, columns, grid: _find_by_rows(factors, columns, grid, format)
-            codes = map_layers(factors, find, grams, None, rows, grid)
+            codes = map_layers(both, find, grams, None, rows, grid)
         return EncodedRows(codes, scale_bits, grid.zero_point, offset_bits)
 
     def _choose_scales(
@@ -133,26 +133,27 @@ class GPTQ(AbstractMethod):
         if method.choose_weighted is not None and method.inputs is None:
             method = dataclasses.replace(method, inputs=jnp.diagonal(gram, axis1=-2, axis2=-1))  # pyright: ignore[reportCallIssue]
         scale, zero_point = method.choose_for_rows(rows, format, chunk=chunk)
-        # A Gram matrix that is not finite is found here only under `jit`.
-        spoiled = sum((jnp.sum(x * 0, axis=(-2, -1)) for x in grams), jnp.zeros(()))
-        return scale + spoiled.reshape(*spoiled.shape, *[1] * (scale.ndim - spoiled.ndim)), zero_point
+        # Under `jit` nothing has checked that the Gram matrices are finite. If they are not, scales become NaN.
+        nan = sum((jnp.sum(x * 0, axis=(-2, -1)) for x in grams), jnp.zeros(()))
+        return scale + nan.reshape(*nan.shape, *[1] * (scale.ndim - nan.ndim)), zero_point
 
 
 class _Factor(NamedTuple):
-    """What `_factor` returns. `live` are the columns with inputs, in the order of the weight."""
+    """The factor `U` of an inverse Gram matrix.
+
+    Row `i` of `U` says how the following columns make up for an error of column `i`.
+
+    - `order`: the columns of the weight in the order in which they are rounded, which is that of the columns of `U`.
+    - `live`: which columns have inputs, in the order of the weight.
+    """
 
     upper: Float32[Array, "length length"]
     order: Int[Array, " length"]
     live: Bool[Array, " length"]
 
 
-def _factor(gram: Float32[Array, "length length"], damping: float | int, order: str | None) -> _Factor:
-    """Returns `U`, upper triangular with $U^T U = G^{-1}$, and the order of columns.
-
-    `G` is the damped Gram matrix.
-
-    Row `i` of `U` says how the following columns correct an error of column `i`.
-    """
+def _factorize(gram: Float32[Array, "length length"], damping: float | int, order: str | None) -> _Factor:
+    """Returns `U`, upper triangular with $U^T U = G^{-1}$, where `G` is the damped Gram matrix."""
     length = gram.shape[-1]
     diagonal = jnp.diagonal(gram)
     live = diagonal > 0
@@ -166,7 +167,8 @@ def _factor(gram: Float32[Array, "length length"], damping: float | int, order: 
     eye = jnp.eye(length, dtype=jnp.float32)
 
     def invert(damping: Array) -> Array:
-        # The factor of the reversed matrix, reversed, is upper triangular: its inverse is `U`, without an inverse of G.
+        # The Cholesky factor of the reversed matrix, reversed, is upper triangular, and its inverse is `U`: no inverse
+        # of `G` is needed.
         reverse = jnp.linalg.cholesky((gram + damping * eye)[::-1, ::-1])[::-1, ::-1]
         return jax.scipy.linalg.solve_triangular(reverse, eye, lower=False)
 
@@ -185,20 +187,23 @@ def _find_by_rows(
     grid: Grid,
     format: AbstractFormat,
 ) -> UInt8[Array, "codes rows"]:
-    """Returns codes, found for a few rows at a time: the rows to come make up for their errors."""
+    """Returns the codes of all rows, found for `ROWS` at a time: later rows make up for their errors.
+
+    `errors` are those of the rows so far, as in `_find_scalar_codes`.
+    """
     (inputs, outputs), count = factors, columns.shape[-1]
     padding = -count % ROWS
     pad = lambda x: jnp.pad(x, ((0, 0), (0, padding)))
     columns, grid = pad(columns.astype(jnp.float32)), jax.tree.map(pad, grid)
-    factor = jnp.pad(outputs.upper, (0, padding)) + jnp.diag((jnp.arange(count + padding) >= count).astype(jnp.float32))
+    upper = _pad_with_identity(outputs.upper, padding)
 
     def find_some(errors: Array, first: Index) -> tuple[Array, Array]:
         part = lambda x: jax.lax.dynamic_slice_in_dim(x, first, ROWS, axis=1)
-        above, levels = part(factor), jax.tree.map(part, grid)
+        above, levels = part(upper), jax.tree.map(part, grid)
         corrected = part(columns) - jnp.matmul(errors, above, precision=HIGHEST)
-        codes = _find(inputs, corrected, levels, format)
+        codes = _find_codes(inputs, corrected, levels, format)
         error = corrected - _decode(codes, len(columns), levels, format)
-        error = jnp.where(jnp.isfinite(error), error, 0)  # a row that is not finite spoils no other
+        error = jnp.where(jnp.isfinite(error), error, 0)  # a row that is not finite makes no other row NaN
         within = jax.lax.dynamic_slice_in_dim(above, first, ROWS)
         own = jax.scipy.linalg.solve_triangular(within.T, error.T, lower=True).T
         return jax.lax.dynamic_update_slice_in_dim(errors, own, first, axis=1), codes
@@ -208,44 +213,54 @@ def _find_by_rows(
     return jnp.moveaxis(codes, 0, 1).reshape(codes.shape[1], -1)[:, :count]
 
 
+def _pad_with_identity(upper: Float32[Array, "length length"], padding: int) -> Float32[Array, "padded padded"]:
+    """Returns a factor with `padding` more columns, which depend on no other."""
+    length = len(upper) + padding
+    return jnp.pad(upper, (0, padding)) + jnp.diag((jnp.arange(length) >= length - padding).astype(jnp.float32))
+
+
 def _decode(
     codes: UInt8[Array, "codes rows"], length: int, grid: Grid, format: AbstractFormat
 ) -> Float32[Array, "length rows"]:
+    """Returns the values of codes, packed ones for a sequence format."""
     grid = jax.tree.map(lambda x: x.T, grid)
     if not isinstance(format, AbstractSequenceFormat):
         return decode_by(codes.T, grid, format).T
     return dequantize_blocks(format.decode_row(codes.T, length), grid.stored_scale, None, None, format.block_size).T
 
 
-def _find(
-    factored: _Factor, columns: Float[Array, "length rows"], grid: Grid, format: AbstractFormat
-) -> UInt8[Array, "codes rows"]:
-    if isinstance(format, AbstractSequenceFormat):
-        return _find_sequences(factored, columns, grid, format)
-    return _find_codes(factored, columns, grid, format)
-
-
 def _find_codes(
-    factored: _Factor,
+    factor: _Factor, columns: Float[Array, "length rows"], grid: Grid, format: AbstractFormat
+) -> UInt8[Array, "codes rows"]:
+    """Returns the codes of rows, each row alone; packed for a sequence format."""
+    if isinstance(format, AbstractSequenceFormat):
+        return _find_sequences(factor, columns, grid, format)
+    return _find_scalar_codes(factor, columns, grid, format)
+
+
+def _find_scalar_codes(
+    factor: _Factor,
     columns: Float[Array, "length rows"],
     grid: Grid,
     format: AbstractFormat,
 ) -> UInt8[Array, "length rows"]:
-    """Returns the codes of values, found column by column in the given order."""
-    (factor, order, _), length = factored, len(columns)
+    """Returns the codes of values, found column by column in the order of the factor.
+
+    `errors[i]` is the error of column `i` divided by `U[i, i]`, or zero until that column is rounded. So `U.T @ errors`
+    is what to subtract from the columns to come.
+    """
+    (upper, order, _), length = factor, len(columns)
     width = min(WIDTH, length)
     steps = -(-length // width)
     padding = steps * width - length
     size = format.block_size if isinstance(format.block_size, int) else length
-    # Columns of the padding are zeros that nothing else depends on.
+    # Columns of padding are zeros, and no other column depends on them.
     columns = jnp.pad(columns.astype(jnp.float32)[order], ((0, padding), (0, 0)))
     block_index = jnp.pad(order // size, (0, padding))
-    factor = jnp.pad(factor, ((0, padding), (0, padding))) + jnp.diag(
-        (jnp.arange(length + padding) >= length).astype(jnp.float32)
-    )
+    upper = _pad_with_identity(upper, padding)
 
     def round_columns(errors: Array, first: Array) -> tuple[Array, Array]:
-        above = jax.lax.dynamic_slice_in_dim(factor, first, width, axis=1)
+        above = jax.lax.dynamic_slice_in_dim(upper, first, width, axis=1)
         change = jnp.matmul(above.T, errors, precision=HIGHEST)
         corrected = jax.lax.dynamic_slice_in_dim(columns, first, width) - change
         within = jax.lax.dynamic_slice_in_dim(above, first, width)
@@ -271,24 +286,28 @@ def _find_codes(
 
 
 def _find_sequences(
-    factored: _Factor,
+    factor: _Factor,
     columns: Float[Array, "length rows"],
     grid: Grid,
     format: AbstractSequenceFormat,
 ) -> UInt8[Array, "bytes rows"]:
-    """Returns packed codes, found segment by segment in the order of the weight."""
-    (factor, _, live), columns = factored, columns.astype(jnp.float32)
+    """Returns packed codes, found segment by segment in the order of the weight.
+
+    The search makes up for errors within a segment. `errors` are as in `_find_scalar_codes`.
+    """
+    (upper, _, live), columns = factor, columns.astype(jnp.float32)
     length, segment = len(columns), format.segment
     size = format.block_size if isinstance(format.block_size, int) else length
 
     def encode_columns(errors: Array, first: Index, count: int) -> tuple[Array, Array]:
-        above = jax.lax.dynamic_slice_in_dim(factor, first, count, axis=1)
+        above = jax.lax.dynamic_slice_in_dim(upper, first, count, axis=1)
         change = jnp.matmul(above.T, errors, precision=HIGHEST)
         corrected = jax.lax.dynamic_slice_in_dim(columns, first, count) - change
         within = jax.lax.dynamic_slice_in_dim(above, first, count)
         diagonal = jnp.diagonal(within)
         scale = grid.stored_scale[first // size]
         units = divide(corrected, jnp.broadcast_to(scale[None, :], corrected.shape))
+        # `U[i, i] ** -2` is the cost of an error of column `i` after all that later columns make up for.
         weights = jnp.square(jnp.min(diagonal) / diagonal)
         is_live = jax.lax.dynamic_slice_in_dim(live, first, count)
         least = jnp.min(weights, where=is_live, initial=1.0)  # a column without inputs counts no more than any other

@@ -1,4 +1,4 @@
-"""The method of least squared error for scales that come in two levels, and for offsets."""
+"""The method of least squared error for nested scales (double quantization) and for offsets."""
 
 import math
 
@@ -20,11 +20,14 @@ from .search import Best, keep_better
 from .statistics import Inputs, weigh_columns
 
 
-# Scales or offsets of one level: codes, and the floats that these are multiplied by.
+# The nested scales of all blocks, or their offsets: codes `(*batch, groups, blocks)`, and the float of each group that
+# they are multiplied by, `(*batch, groups)`.
 Part = tuple[Array, Array]
 
-_SHRINK_OFFSET = (1.0, 0.85, 0.7)
-_OUTER = np.linspace(0.8, 1.15, 15, dtype=np.float32)
+# Multiples of the format's own offset to try, and of the floats of groups.
+_OFFSET_FACTORS = (1.0, 0.85, 0.7)
+_GROUP_FACTORS = np.linspace(0.8, 1.15, 15, dtype=np.float32)
+# How often codes and floats are improved in turn; the steps of the codes of a block's scale and offset.
 _ROUNDS = 4
 _STEPS = np.array([(s, o) for s in (-1, 0, 1) for o in (-1, 0, 1) if s or o], np.float32)
 
@@ -34,11 +37,11 @@ class JointMSE(AbstractMethod):
 
     Like [`eqquant.MSE`][], with a smaller error for formats that have several of these.
 
-    For GGUF's K-quants ([`eqquant.formats.Q4_K`][] and its relatives) and for other formats with offsets. The scales
-    and offsets of a K-quant are small integers times floats that 256 weights share. Rounding a scale to such an integer
-    moves it far from the best one. So this method improves the integers, the floats and the codes in turn, each by
-    least squares, while the squared error of a block, or of the blocks that share a float, falls. For a format with
-    neither offsets nor quantized scales it equals `MSE`.
+    For GGUF's K-quants ([`eqquant.formats.Q4_K`][] and its relatives), its IQ types, and other formats with offsets.
+    The scales and offsets of a K-quant are small integers times floats that 256 weights share. Rounding a scale to such
+    an integer moves it far from the best one. So this method improves the integers, the floats and the codes in turn,
+    each by least squares, while the squared error of a block, or of the blocks that share a float, falls. For a format
+    with neither offsets nor quantized scales it equals `MSE`.
 
     With statistics of the inputs, the squared error of a column is weighted by the mean square of its input.
 
@@ -60,7 +63,7 @@ class JointMSE(AbstractMethod):
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
     ) -> EncodedRows:
-        nested = _two_levels(format)
+        nested = _find_nested(format)
         if nested is None and not isinstance(format, AbstractOffsetFormat):
             return MSE(self.inputs).quantize_rows(rows, format, key=key, chunk=chunk)
         columns = jnp.ones(rows.shape[-1:], jnp.float32) if self.inputs is None else weigh_columns(self.inputs)
@@ -68,25 +71,20 @@ class JointMSE(AbstractMethod):
         if nested is None:
             return encode_rows(rows, scale, offset, format, key=key, chunk=chunk)
         weights = broadcast_weights(columns, rows)
-        choose = lambda _, rows, weights, scale, offset: _choose_two_levels(
-            rows, weights, scale, offset, format, nested
-        )
+        choose = lambda _, rows, weights, scale, offset: _choose_nested(rows, weights, scale, offset, format, nested)
         scale_bits, offset_bits = map_chunks(choose, chunk, rows, weights, scale, offset)
         grid = load_grid(scale_bits, None, offset_bits, format)._replace(weights=weights)
         return encode_by_chunks(rows, scale_bits, offset_bits, grid, format, key, chunk)
 
 
-def _two_levels(format: AbstractFormat) -> AbstractFormat | None:
-    """Returns the format of the scales, if groups of blocks share a float."""
+def _find_nested(format: AbstractFormat) -> AbstractFormat | None:
+    """Returns the format of nested scales: groups of blocks share a float. `None` for other scales."""
     nested = format.scale_format
     return nested if nested is not None and isinstance(nested.block_size, int) and nested.scale_format is None else None
 
 
 def _choose_scales(blocks: Blocks, weights: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:
-    """Chooses the scale of each block, and its offset or zero point, as floats.
-
-    Scales of scales come later.
-    """
+    """Chooses the scale of each block, and its offset, as floats: `_choose_nested` quantizes them."""
     if isinstance(format, AbstractOffsetFormat):
         return _choose_offsets(blocks, weights, format)
     return MSE().choose_weighted(blocks, weights, format)
@@ -126,7 +124,7 @@ def _choose_offsets(blocks: Blocks, weights: Blocks, format: AbstractOffsetForma
             scale, offset = jnp.where(keeps, fitted, scale), jnp.where(keeps, moved, offset)
         return keep_better(best, (scale, offset), errors(scale, offset)[1]), None
 
-    grid = jnp.asarray([(f, g) for f in factors for g in _SHRINK_OFFSET], jnp.float32)
+    grid = jnp.asarray([(f, g) for f in factors for g in _OFFSET_FACTORS], jnp.float32)
     ((scale, offset), _), _ = jax.lax.scan(try_one, (start, errors(*start)[1]), grid)
     return scale, offset
 
@@ -138,12 +136,11 @@ def _levels(blocks: Blocks, weights: Blocks, scale: Array, offset: Array, format
 
 
 class _Groups(eqx.Module):
-    """Groups of blocks, whose scales are codes of `nested` times a float of the group.
+    """Groups of blocks, whose scales and offsets are codes of `nested` times a float of the group.
 
-    So are offsets.
+    A solution is a list of parts: the scales, and the offsets if the format has any.
 
-    A solution is a list of parts: scales, and if the format has them offsets. `weights` say how much the squared error
-    of each value counts; they are zero for padding.
+    - `weights`: how much the squared error of each value counts; zero for padding.
     """
 
     values: Float32[Array, "*batch groups blocks block"]
@@ -152,11 +149,11 @@ class _Groups(eqx.Module):
     nested: AbstractFormat
 
     def round(self, outer: Array) -> Array:
-        """Returns floats of groups as they are stored."""
+        """Rounds floats of groups to those that can be stored."""
         return bits_to_scale(scale_to_bits(outer, self.nested.scale_dtype), self.nested.scale_dtype)
 
     def encode(self, wanted: Array, outer: Array) -> Part:
-        """Returns the codes nearest to wanted scales or offsets, for given floats of groups."""
+        """Returns the part nearest to wanted scales or offsets, for given floats of groups."""
         outer = self.round(outer)
         return self.nested.encode(divide(wanted, jnp.broadcast_to(outer[..., None], wanted.shape))), outer
 
@@ -172,7 +169,7 @@ class _Groups(eqx.Module):
         return jnp.sum(self.weights * jnp.square(self.values - levels * scale - offset), axis=-1)
 
     def clear_worse(self, parts: list[Part]) -> list[Part]:
-        """Makes zeros of blocks whose errors are larger than they are."""
+        """Sets the scales and offsets of blocks to zero where zeros have a lower error."""
         worse = self.errors(parts) > jnp.sum(self.weights * jnp.square(self.values), axis=-1)
         zero = self.nested.encode(jnp.zeros(worse.shape, jnp.float32))
         return [(jnp.where(worse, zero, codes), outer) for codes, outer in parts]
@@ -203,10 +200,10 @@ class _Groups(eqx.Module):
         return [(c, p[1]) for c, p in zip(codes, parts, strict=True)]
 
 
-def _choose_two_levels(
+def _choose_nested(
     rows: Rows, weights: Rows, scale: Scales, offset: Scales | None, format: AbstractFormat, nested: AbstractFormat
 ) -> tuple[EncodedRows, EncodedRows | None]:
-    """Returns stored scales and offsets near the given ones, of the least error found."""
+    """Returns stored scales and offsets near the given ones, with the least error that was found."""
     block, share = format.block_size if isinstance(format.block_size, int) else rows.shape[-1], nested.block_size
     blocks = num_blocks(rows.shape[-1], format.block_size)
     count = math.ceil(blocks / share)  # pyright: ignore[reportOperatorIssue]
@@ -227,7 +224,7 @@ def _choose_two_levels(
             parts[n] = groups.encode(wanted[n], own[n] * factor)
             return keep_better(best, parts, groups.errors(parts).sum(-1)), None
 
-        best, _ = jax.lax.scan(try_outer, best, jnp.asarray(_OUTER))
+        best, _ = jax.lax.scan(try_outer, best, jnp.asarray(_GROUP_FACTORS))
 
     def improve(_: Index, parts: list[Part]) -> list[Part]:
         parts = groups.move_codes(parts)
@@ -241,4 +238,5 @@ def _choose_two_levels(
 
 
 def _keep_usable(new: Array, old: Array) -> Array:
+    """Returns new floats of groups, or the old ones where the new ones are zero or not finite."""
     return jnp.where((new != 0) & jnp.isfinite(new), new, old)

@@ -245,7 +245,7 @@ def _all_finite(x: Array) -> Array:
 def check_vectors(
     format: AbstractFormat | None, method: AbstractMethod, key: PRNGKeyArray | None, leaf: str = ""
 ) -> None:
-    """Raises if a format of vectors is to round values one by one. Errors begin with the leaf."""
+    """Raises if a vector format is to round values one by one. Errors begin with the leaf."""
     if isinstance(format, AbstractVectorFormat) and not (key is None and isinstance(format, method.vector_formats)):
         format.refuse(leaf)
 

@@ -39,7 +39,7 @@ class AbstractMethod(eqx.Module):
     inputs: ClassVar[Any] = None
     method: ClassVar["AbstractMethod | None"] = None
     statistic: ClassVar[str | None] = None
-    # The formats of vectors that it takes; none if it rounds value by value.
+    # The vector formats that it takes; none if it rounds value by value.
     vector_formats: ClassVar[tuple[type[AbstractFormat], ...]] = (AbstractVectorFormat,)
 
     def __repr__(self) -> str:

@@ -12,8 +12,9 @@ from .._numerics.blocks import not_finite, num_blocks, split_blocks
 
 
 Rows = Float[Array, "*batch length"]
-# Zero points, or for a format with offsets these.
+# Zero points; offsets for a format that has offsets; `None` for other formats.
 ZeroPoints = UInt8[Array, "*batch blocks"] | Float32[Array, "*batch blocks"] | None
+# Scales, and zero points or offsets.
 Chosen = tuple[Array, Array | None]
 
 
@@ -67,7 +68,10 @@ def choose_by_weights(
     format: AbstractFormat,
     chunk: int | None,
 ) -> tuple[Scales, ZeroPoints]:
-    """As `choose_by_blocks`, with weights of columns. `stack` are the first axes of `batch`."""
+    """As `choose_by_blocks`, where `choose` takes the weights of the values of blocks too.
+
+    `weights` are those of columns; `stack` are the first axes of `batch`.
+    """
     if weights.ndim > 1 and format.block_size != "tensor":
         return jax.vmap(lambda rows, weights: choose_by_weights(choose, rows, weights, format, chunk))(rows, weights)
     if format.block_size == "tensor":
@@ -91,7 +95,7 @@ def broadcast_weights(weights: Float32[Array, "*stack length"], rows: Rows) -> F
 def choose_by_parts(
     choose: Callable[[Array, int], Chosen], rows: Rows, format: AbstractFormat, chunk: int | None
 ) -> tuple[Scales, ZeroPoints]:
-    """Chooses for the whole blocks, part 0, and for a shorter last one."""
+    """Calls `choose(blocks, part)` for the whole blocks, part 0, and for a shorter last one, part 1."""
     *batch, length = rows.shape
 
     def choose_rows(_: Index, rows: Array) -> Chosen:

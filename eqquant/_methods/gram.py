@@ -1,4 +1,4 @@
-"""Errors of outputs, by the Gram matrix of the inputs: the mean of $x x^T$."""
+"""Gram matrices for methods: that of the inputs, the mean of $x x^T$, weighs errors."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,8 @@ from .._types import PyTree
 from .statistics import Inputs, statistic
 
 
-WIDTH = 128  # how many columns are handled one by one before the rest is corrected, by a product
+# How many columns are rounded one by one before one product corrects the rest, as the lazy batches of GPTQ.
+WIDTH = 128
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -22,7 +23,7 @@ def get_gram(inputs: Inputs) -> Float32[Array, "*stack length length"]:
 
 
 def get_output_gram(inputs: Inputs) -> Float32[Array, "*stack rows rows"] | None:
-    """Returns the Gram matrix of the rows of the gradients of a weight, if it was collected."""
+    """Returns the sum of $d d^T$ over the columns $d$ of gradients of the weight, if it was collected."""
     gram = getattr(inputs, "output_gram", None)
     return None if gram is None else jnp.asarray(gram, jnp.float32)
 
@@ -46,9 +47,10 @@ def map_layers(
     chunk: int | None,
     *arrays: PyTree,
 ) -> PyTree:
-    """Returns `function(prepare(*grams), *arrays)` for each layer, a chunk of rows at a time.
+    """Returns `function(prepare(*grams), *arrays)` for each layer of a stack, a chunk of rows at a time.
 
-    The function takes and returns arrays whose columns come first, `(length, rows)`, so that one is contiguous.
+    The arrays are `(*stack, *batch, length)`. The function takes and returns them transposed, `(length, rows)`, so that
+    a column is contiguous.
     """
 
     def compute(grams: Sequence[Array], *arrays: PyTree) -> PyTree:

@@ -19,9 +19,10 @@ from .stochastic import move_stochastically
 class EncodedRows(NamedTuple):
     """The result of a method: a code for each value, with the scales and zero points.
 
-    [`eqquant.extend.encode_rows`][] makes it. A format of vectors packs its own codes, `(*batch, bytes)`.
+    [`eqquant.extend.encode_rows`][] makes it.
 
-    - `codes`: a code for each value, not packed: uint8 `(*batch, length)`.
+    - `codes`: a code for each value, not packed: uint8 `(*batch, length)`. If codes stand for several values (`IQ`
+        types, `Trellis`), they are packed: `(*batch, bytes)`.
     - `scale`: the bits of the scales as the format stores them: unsigned integers `(*batch, blocks)`, or another
         `EncodedRows` if the format quantizes its scales.
     - `zero_point`: uint8 `(*batch, blocks)`, or `None`.
@@ -39,11 +40,11 @@ ScaleBits = UInt[Array, "*batch blocks"] | EncodedRows
 
 
 class Grid(NamedTuple):
-    """The levels of each block, to which values are rounded.
+    """The quantization grid of each block: the levels to which values are rounded.
 
     - `scale`, `stored_scale`: the scales as they were chosen, and as they are stored.
     - `offset`, `stored_offset`: floats that are subtracted before dividing, and added after decoding.
-    - `weights`: how much the squared error of each value counts, for formats of vectors; `None` if all count alike.
+    - `weights`: how much the squared error of each value counts, for vector formats; `None` if all count alike.
     """
 
     scale: Scales
@@ -182,7 +183,7 @@ def encode_by(
 ) -> tuple[UInt8[Array, "*batch codes"], Float32[Array, "*batch length"]]:
     """Returns the nearest codes, and the values that were rounded, in units of their scales.
 
-    A format of vectors returns packed codes.
+    The codes of a vector format are packed.
     """
     per_value = lambda x: expand(x.astype(jnp.float32), format.block_size, values.shape[-1])
     units = values if grid.offset is None else values - per_value(grid.offset)
@@ -204,7 +205,7 @@ def encode_by(
 
 
 def multiplies(scale: Scales, stored_scale: Scales) -> Bool[Array, "*batch blocks"]:
-    """Returns which blocks multiply by the reciprocal, if the format multiplies at all."""
+    """Returns which blocks multiply by the reciprocal of their scale, if the format does that."""
     # A scale beyond the range of its dtype, or near the end, is far from itself. Dividing makes the block saturate, or
     # zero.
     return _is_near(scale, stored_scale) & (stored_scale != 0)
@@ -260,7 +261,7 @@ def encode_by_chunks(
 ) -> EncodedRows:
     """Encodes values by the results of `store`.
 
-    The scale of every block that is not finite is NaN.
+    The scale of every block that is not finite must be NaN.
     """
     if key is not None:  # with the stored scales, so that the mean of the decoded values is right
         grid = grid._replace(scale=grid.stored_scale, offset=grid.stored_offset)
@@ -291,6 +292,10 @@ def decode_rows(encoded: EncodedRows, format: AbstractFormat) -> Float32[Array, 
     **Returns:**
 
     Float32 values of shape `(*batch, length)`.
+
+    **Raises:**
+
+    `ValueError` if codes stand for several values: they are packed, and do not say how long a row is.
     """
     return decode_by(encoded.codes, load_grid(encoded.scale, encoded.zero_point, encoded.offset, format), format)
 

@@ -39,7 +39,7 @@ _FACTORS = np.concatenate(
     [np.linspace(2.0, 1.2, 5), np.linspace(1.1, 0.7, 48, endpoint=False), np.geomspace(0.7, 1 / 16, 24)]
 ).astype(np.float32)
 _REFITS = 2
-# A format of vectors chooses a scale near the best one, and each of its errors takes a search.
+# A vector format chooses a scale near the best one, and each of its errors takes a search.
 _FACTORS_OF_VECTORS = np.geomspace(0.6, 1.6, 13).astype(np.float32)
 # The shares of a range's excess length to cut off below; the rest is cut off above.
 _CUT_BELOW = np.linspace(0, 1, 5, dtype=np.float32)

@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float32
 
 @runtime_checkable
 class Statistics(Protocol):
-    """The statistics of one weight, from [`eqquant.calibrate.collect_stats`][]."""
+    """The statistics of one weight, from [`eqquant.calibrate.collect_stats`][]: the fields that methods read."""
 
     shape: tuple[int, ...]
     axis: int | tuple[int, ...] | None
@@ -25,10 +25,11 @@ class Statistics(Protocol):
 class InputsError(ValueError):
     """An error about the statistics of one leaf.
 
-    It has three parts, so that the errors of several leaves become one.
+    It has three parts, so that errors of several leaves can be merged into one.
 
-    - `rule`: the condition; it names no leaf, and neither does the `remedy`.
-    - `got`: the state of the leaf; it names the leaf.
+    - `rule`: the condition. It names no leaf.
+    - `got`: the state of the leaf, which it names.
+    - `remedy`: a sentence that names no leaf.
     """
 
     def __init__(self, rule: str, got: str, remedy: str) -> None:
@@ -58,7 +59,7 @@ def statistic(inputs: object, name: str) -> ArrayLike | None:
 
 _Collected = TypeVar("_Collected")
 
-# Damping of column weights, relative to their mean.
+# Added to the weight of each column, in units of their mean.
 _DAMPING = 0.01
 
 
@@ -87,9 +88,9 @@ def share_inputs(inputs: _Collected) -> _Collected:
 
 
 def weigh_columns(inputs: Inputs) -> Float32[Array, "*stack length"]:
-    """Returns the mean squares of inputs as weights about one.
+    """Returns the mean squares of inputs, divided by their mean, as weights of columns.
 
-    So no weighted square overflows. A column without inputs counts a little.
+    So no weighted square overflows. A column whose inputs are zero counts a little.
     """
     moments = jnp.asarray(statistic(inputs, "second_moment"), jnp.float32)
     mean = jnp.mean(moments, axis=-1, keepdims=True)

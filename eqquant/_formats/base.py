@@ -227,13 +227,13 @@ class AbstractVectorFormat(AbstractFormat):
 
     @abc.abstractmethod
     def decode_row(self, packed: UInt8[Array, "*batch bytes"], length: int) -> Float32[Array, "*batch length"]:
-        """Returns the values of packed rows, before the scale: finite numbers, whatever the bytes are."""
+        """Returns the values of packed rows, before the scale. All bytes decode to finite values."""
 
     @abc.abstractmethod
     def encode_row(
         self, values: Float32[Array, "*batch length"], weights: Float32[Array, "*batch length"] | None = None
     ) -> UInt8[Array, "*batch bytes"]:
-        """Returns packed codes whose values are near the given ones, which are already divided by the scale.
+        """Returns packed codes of values near the given ones, which are divided by the scale.
 
         `weights` say how much the squared error of each value counts; `None` if all count alike.
         """
@@ -245,7 +245,7 @@ class AbstractVectorFormat(AbstractFormat):
         self.refuse()
 
     def refuse(self, leaf: str = "") -> NoReturn:
-        """Raises an error about a use that needs a code for each value. It begins with `leaf`, if that is given."""
+        """Raises an error about a use that needs a code for each value, of a leaf if it is named."""
         raise ValueError(
             f"{leaf and f'{leaf}: '}`format` must have a code for each value, since each value is rounded alone here. "
             f"Got {self!r}, whose codes stand for several values. It takes the methods {self.methods}, and always "
@@ -254,7 +254,7 @@ class AbstractVectorFormat(AbstractFormat):
 
 
 class AbstractSequenceFormat(AbstractVectorFormat):
-    """A vector format whose codes are found by a search that takes the values of a row one after another.
+    """A vector format whose codes a search finds, one value of a row after another.
 
     So the search can correct the error of each value in the values that follow, for [`eqquant.GPTQ`][]. An example is
     trellis-coded quantization.
@@ -347,7 +347,7 @@ def has_offsets(format: AbstractFormat) -> bool:
 
 
 def is_ours(format: AbstractFormat, *methods: str) -> bool:
-    """Returns whether this library defines these methods of a format, not a user, whose methods may do anything."""
+    """Returns whether none of these methods of a format is a user's, which may do anything."""
     found = (getattr(type(format), name, None) for name in methods)
     return all(method is None or method.__module__.startswith("eqquant.") for method in found)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 
 class VectorGrid(NamedTuple):
-    """Vectors of `size` values, each one of `levels`. `members` is the bitmap, by zlib and base85."""
+    """Vectors of `size` values, each one of `levels`. `members` is the compressed bitmap."""
 
     levels: tuple[int, ...]
     size: int
@@ -33,7 +33,7 @@ class VectorGrid(NamedTuple):
 
     @property
     def words(self) -> np.ndarray:
-        """Each vector as one int32, `(vectors,)`: the indices of its levels, the first in the low bits."""
+        """Each vector as one int32, `(vectors,)`: indices of levels, the first in the low bits."""
         return (_digits(self) << self.bits * np.arange(self.size)).sum(axis=-1).astype(np.int32)
 
 

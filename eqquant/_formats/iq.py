@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 class AbstractGridFormat(AbstractVectorFormat):
-    """A format whose codes are indices of vectors, packed part by part in segments of 256 values."""
+    """A format whose codes are indices of vectors, packed in segments of 256 values."""
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
     segment = 256
@@ -173,7 +173,7 @@ def _find_nearest(
     weights: Float32[Array, "*batch groups values"] | None,
     vectors: np.ndarray,
 ) -> tuple[Int32[Array, "*batch indices"], Float32[Array, "*batch indices"]]:
-    """Returns the indices of the nearest vectors, and their squared errors less the squares of the values."""
+    """Returns indices of the nearest vectors, and squared errors without the squares of values."""
     tiles = jnp.asarray(vectors, jnp.float32).reshape(-1, _TILE, vectors.shape[-1])
     # `(size, all indices)`: elementwise operations on long arrays, which are read once for each tile of vectors.
     by_place = lambda x: jnp.moveaxis(x.reshape(-1, vectors.shape[-1]), -1, 0)
@@ -254,7 +254,7 @@ class AbstractSignedGrid(AbstractGridFormat):
 
 
 class AbstractShiftedGrid(AbstractGridFormat):
-    """Vectors of -1, 0 and 1, all shifted by 1/8 up or down. Values are in units of 1/8: 7, 8 or 9 stands for 1."""
+    """Vectors of -1, 0 and 1, all shifted by 1/8 up or down. Values are in units of 1/8."""
 
     grid: ClassVar[VectorGrid] = grids.IQ1_S
     step: ClassVar[int] = 8

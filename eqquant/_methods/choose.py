@@ -95,7 +95,7 @@ def broadcast_weights(weights: Float32[Array, "*stack length"], rows: Rows) -> F
 def choose_by_parts(
     choose: Callable[[Array, int], Chosen], rows: Rows, format: AbstractFormat, chunk: int | None
 ) -> tuple[Scales, ZeroPoints]:
-    """Calls `choose(blocks, part)` for the whole blocks, part 0, and for a shorter last one, part 1."""
+    """Calls `choose(blocks, part)` for whole blocks, part 0, and a shorter last one, part 1."""
     *batch, length = rows.shape
 
     def choose_rows(_: Index, rows: Array) -> Chosen:

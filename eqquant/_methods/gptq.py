@@ -187,7 +187,7 @@ def _find_by_rows(
     grid: Grid,
     format: AbstractFormat,
 ) -> UInt8[Array, "codes rows"]:
-    """Returns the codes of all rows, found for `ROWS` at a time: later rows make up for their errors.
+    """Returns the codes of all rows, `ROWS` at a time: later rows make up for their errors.
 
     `errors` are those of the rows so far, as in `_find_scalar_codes`.
     """

@@ -23,7 +23,7 @@ def get_gram(inputs: Inputs) -> Float32[Array, "*stack length length"]:
 
 
 def get_output_gram(inputs: Inputs) -> Float32[Array, "*stack rows rows"] | None:
-    """Returns the sum of $d d^T$ over the columns $d$ of gradients of the weight, if it was collected."""
+    """Returns the sum of $d d^T$ over the columns $d$ of gradients, if it was collected."""
     gram = getattr(inputs, "output_gram", None)
     return None if gram is None else jnp.asarray(gram, jnp.float32)
 
@@ -47,7 +47,7 @@ def map_layers(
     chunk: int | None,
     *arrays: PyTree,
 ) -> PyTree:
-    """Returns `function(prepare(*grams), *arrays)` for each layer of a stack, a chunk of rows at a time.
+    """Returns `function(prepare(*grams), *arrays)` for each layer, a chunk of rows at a time.
 
     The arrays are `(*stack, *batch, length)`. The function takes and returns them transposed, `(length, rows)`, so that
     a column is contiguous.

@@ -78,13 +78,13 @@ class JointMSE(AbstractMethod):
 
 
 def _find_nested(format: AbstractFormat) -> AbstractFormat | None:
-    """Returns the format of nested scales: groups of blocks share a float. `None` for other scales."""
+    """Returns the format of nested scales, where groups of blocks share a float, or `None`."""
     nested = format.scale_format
     return nested if nested is not None and isinstance(nested.block_size, int) and nested.scale_format is None else None
 
 
 def _choose_scales(blocks: Blocks, weights: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:
-    """Chooses the scale of each block, and its offset, as floats: `_choose_nested` quantizes them."""
+    """Chooses the scale and the offset of each block, not quantized yet."""
     if isinstance(format, AbstractOffsetFormat):
         return _choose_offsets(blocks, weights, format)
     return MSE().choose_weighted(blocks, weights, format)
@@ -136,7 +136,7 @@ def _levels(blocks: Blocks, weights: Blocks, scale: Array, offset: Array, format
 
 
 class _Groups(eqx.Module):
-    """Groups of blocks, whose scales and offsets are codes of `nested` times a float of the group.
+    """Groups of blocks: scales and offsets are codes of `nested` times a float of the group.
 
     A solution is a list of parts: the scales, and the offsets if the format has any.
 
@@ -203,7 +203,7 @@ class _Groups(eqx.Module):
 def _choose_nested(
     rows: Rows, weights: Rows, scale: Scales, offset: Scales | None, format: AbstractFormat, nested: AbstractFormat
 ) -> tuple[EncodedRows, EncodedRows | None]:
-    """Returns stored scales and offsets near the given ones, with the least error that was found."""
+    """Returns stored scales and offsets near the given ones, of the least error found."""
     block, share = format.block_size if isinstance(format.block_size, int) else rows.shape[-1], nested.block_size
     blocks = num_blocks(rows.shape[-1], format.block_size)
     count = math.ceil(blocks / share)  # pyright: ignore[reportOperatorIssue]

@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float32
 
 @runtime_checkable
 class Statistics(Protocol):
-    """The statistics of one weight, from [`eqquant.calibrate.collect_stats`][]: the fields that methods read."""
+    """What methods read of the statistics of a weight, [`eqquant.calibrate.collect_stats`][]."""
 
     shape: tuple[int, ...]
     axis: int | tuple[int, ...] | None

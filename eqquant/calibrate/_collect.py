@@ -98,8 +98,8 @@ def collect_stats(
     - `outlier_rate`: the share of values whose magnitude exceeds `threshold`, from 0 to 1.
     - `gram`: with `gram=True`, the mean of $x x^T$: float64 `(*stack, features, features)`. The Hessian of GPTQ is
         twice this matrix.
-    - `output_gram`: with `gradients=True`, the sum of $d d^T$ over the gradients $d$ of the columns: float64
-        `(*stack, rows, rows)`. `None` for more than 32,768 rows.
+    - `output_gram`: with `gram=True` and `gradients=True`, the sum of $d d^T$ over the gradients $d$ of the columns:
+        float64 `(*stack, rows, rows)`. `None` for more than 32,768 rows.
     - `calibrated`: with a `calibrator`, its result for all values of the inputs: `(*stack,)`.
     - `looked_up`: whether the weight was only indexed, as an embedding. With `lookups=True` its `second_moment` and
         `gram` are moments of the gradients of its entries, in random directions of the outputs, and `rows` counts them.
@@ -129,10 +129,10 @@ def collect_stats(
     make = lambda leaf: WeightObserver(leaf.path, tuple(leaf.value.shape), threshold, gram, calibrator=calibrator)
     observers = make_observers(_select_weights(model, where), make)
     run = as_apply(apply)
-    taken = Gradients(eqx.filter_jit(run), model, observers, lookups, gradients)
-    data = taken.after_each(as_batches(batches))
+    sums = Gradients(eqx.filter_jit(run), model, observers, lookups, gradients)
+    data = sums.after_each(as_batches(batches))
     count = observe_batches(ObservedFunction(run, observers, is_weight), model, data, observers)
-    found = [(leaf, _add_gradients(make_stats(leaf, observer), taken, gram)) for leaf, observer in observers]
+    found = [(leaf, _add_gradients(make_stats(leaf, observer), sums, gram)) for leaf, observer in observers]
     leaves = tuple(_add_fingerprint(stats, leaf) for leaf, stats in found)
     if all(leaf.axis is None for leaf in leaves):
         notes = abbreviate_list(f"{leaf.path}: {leaf.note}" for leaf in leaves)
@@ -145,6 +145,7 @@ def _add_fingerprint(stats: LeafStats, leaf: Leaf) -> LeafStats:
 
 
 def _add_gradients(stats: LeafStats, gradients: Gradients, gram: bool) -> LeafStats:
+    """Returns statistics with moments of gradients for those of inputs, if there are enough."""
     axes = (stats.axis,) if isinstance(stats.axis, int) else stats.axis
     key = stats.path, axes, stats.rows.shape
     if key not in gradients.rows or (axes is None and not stats.looked_up):  # a later batch may have multiplied a table

@@ -1,4 +1,4 @@
-"""Gram matrices of gradients, in the place of inputs."""
+"""Gram matrices of the gradients of weights, which methods take in place of those of inputs."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
@@ -17,7 +17,7 @@ from .._types import PyTree
 from ._observers import WeightObserver
 
 
-# The axes of the inputs of a weight; `None` for a table.
+# The axes of the inputs of a weight; `None` for a table, such as an embedding, whose entries are looked up.
 Axes = tuple[int, ...] | None
 # The path of a weight, its axes, and the stack of its layers.
 Key = tuple[str, Axes, tuple[int, ...]]
@@ -25,21 +25,24 @@ Key = tuple[str, Axes, tuple[int, ...]]
 _Moments = tuple[
     Float32[Array, "*stack features features"], Float32[Array, "*stack rows rows"] | None, Int32[Array, "*stack"]
 ]
-# A Gram matrix of more rows would not fit into memory.
+# The Gram matrix of more rows would take too much memory: of so many, 8 GiB in float64.
 _MOST_ROWS = 2**15
 
 
 class Gradients:
     r"""Sums $g g^T$ over the gradients $g$ of the rows of weights, and of their columns.
 
-    Sums are float64. Rows of tables are their entries; their columns have no sums.
+    These are the factors of a Kronecker-factored Hessian, as in YAQA (https://arxiv.org/abs/2505.22988). Sums are
+    float64. Rows of tables are their entries; their columns have no sums.
 
-    Each gradient is of the outputs projected on a random direction. So the mean of $g g^T$ is the mean of $J^T J$,
-    where $J$ holds the derivatives of all outputs by one row: its error $e$ changes the outputs by $e^T J^T J e$.
+    Each gradient is of the outputs projected on a random direction of signs (Hutchinson's estimator). So the mean of
+    $g g^T$ is the mean of $J^T J$, where $J$ holds the derivatives of all outputs by one row: an error $e$ of the row
+    changes the outputs by $J e$, whose square is $e^T J^T J e$.
 
     - `tables`, `products`: whether to take gradients of weights that are looked up, and of weights with inputs.
-    - `gram`, `output_gram`: the sums over rows and over columns.
-    - `rows`: how many gradients of rows are not zero.
+    - `gram`, `output_gram`: by weight, the sums over rows `(*stack, features, features)` and over columns
+        `(*stack, rows, rows)`.
+    - `rows`: by weight, how many gradients of rows are not zero, `(*stack,)`.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Gradients:
         try:
             found = _compute_moments(self.run, self.model, batch, weights, axes, stacks, places, jr.key(n))
         except (ValueError, NotImplementedError) as e:
-            if "ifferentiation" not in str(e):
+            if "ifferentiation" not in str(e):  # as JAX says where a program has no reverse mode
                 raise
             raise ValueError(
                 f"`{option}=True` needs a model that JAX can differentiate. Got {str(e).splitlines()[0]!r}. Pass "
@@ -97,6 +100,7 @@ class Gradients:
 
 
 def _real_parts(x: Array) -> list[Array]:
+    """Returns outputs as float32; complex ones in two parts."""
     parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
     return [part.astype(jnp.float32) for part in parts]
 
@@ -112,7 +116,10 @@ def _compute_moments(
     places: Sequence[tuple[tuple[Hashable, ...], int]],
     key: PRNGKeyArray,
 ) -> list[_Moments]:
-    """Returns the moments of the gradients of each weight."""
+    """Returns the moments of the gradients of each weight, for one batch.
+
+    - `places`: the keys of each leaf that holds a weight, and the index of that weight in `weights`.
+    """
     at = dict(places)
 
     def project_outputs(weights: Sequence[Array]) -> Float32[Array, ""]:

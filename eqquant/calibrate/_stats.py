@@ -36,8 +36,8 @@ class LeafStats:
     - `outlier_rate`: the share of values whose magnitude exceeds the threshold.
     - `gram`: with `gram=True`, the mean of $x x^T$: float64, `(*stack, features, features)`. The Hessian of GPTQ is
         twice this matrix.
-    - `output_gram`: with `gradients=True`, the sum of $d d^T$ over the gradients $d$ of the columns: float64,
-        `(*stack, rows, rows)`. `None` for more than 32,768 rows.
+    - `output_gram`: with `gram=True` and `gradients=True`, the sum of $d d^T$ over the gradients $d$ of the columns:
+        float64, `(*stack, rows, rows)`. `None` for more than 32,768 rows.
     - `calibrated`: with a `calibrator`, its `CalibrationResult` for all values of the inputs, one
         for each layer of a stack: `(*stack,)`.
     - `looked_up`: whether the weight was only indexed, as an embedding, so that it has no inputs. With `lookups=True`

@@ -1,4 +1,4 @@
-"""The method of least squared error for nested scales (double quantization) and for offsets."""
+"""The method of least squared error for nested scales (double quantization) and offsets."""
 
 import math
 

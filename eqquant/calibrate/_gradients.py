@@ -1,4 +1,4 @@
-"""Gram matrices of the gradients of weights, which methods take in place of those of inputs."""
+"""Gram matrices of the gradients of weights, which methods take for those of inputs."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 

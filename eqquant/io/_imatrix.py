@@ -6,9 +6,10 @@ A GGUF file holds two tensors for a weight, `NAME.in_sum2` and `NAME.counts`: su
 Weights of experts have a row of each for every expert. The older binary format is
 
     number of weights: i32
-    weights            length of the name: i32, name, number of calls: i32, number of values: i32, values: f32 each
+    for each weight    length of the name: i32, name, number of calls: i32, number of values: i32, values: f32 each
 
-and perhaps more, where a value is the mean square times the number of calls.
+A value is the mean square times the number of calls. Newer programs append the last chunk and the name of the text,
+which are not read.
 """
 
 import os
@@ -26,12 +27,12 @@ from ._writers import gguf
 
 IMATRIX = "imatrix"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
-# llama.cpp reads no file without these. It only prints them.
+# llama.cpp refuses a file without these, which it only prints.
 _METADATA = {"imatrix.datasets": ["eqquant"], "imatrix.chunk_count": 1, "imatrix.chunk_size": 1}
 
 
 def read_imatrix(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Returns the importance matrix in a file of llama.cpp, for [`eqquant.MSE`][].
+    """Returns the importance matrix in a file of llama.cpp, for [`eqquant.MSE`][] and others.
 
     !!! Example
 
@@ -65,9 +66,9 @@ def read_imatrix(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def write_imatrix(path: Path, inputs: Mapping[str, object], metadata: Mapping[str, object]) -> None:
-    """Writes statistics of inputs by the names of weights.
+    """Writes statistics of inputs by the names of weights in GGUF files.
 
-    They are collected ones, or mean squares, which count once. Weights without inputs are left out.
+    They are results of `collect_stats`, or mean squares alone, as of one input. Weights without inputs are left out.
     """
     tensors: list[NewTensor] = []
     for name, x in inputs.items():
@@ -83,10 +84,16 @@ def write_imatrix(path: Path, inputs: Mapping[str, object], metadata: Mapping[st
         counts = np.broadcast_to(getattr(x, "rows", 1), len(squares))[:, None]
         parts = {_SUMS: (squares * counts).astype(np.float32), _COUNTS: counts.astype(np.float32)}
         if not (np.isfinite(parts[_SUMS]) & (squares >= 0)).all():
-            raise ValueError(f"{name!r} must have squares of inputs. Got one that is negative, infinite or NaN.")
+            raise ValueError(
+                f"{name!r} must have squares of inputs. Got one that is negative, infinite or NaN, or a sum "
+                "that overflows float32. Pass what `eqq.calibrate.collect_stats` returns."
+            )
         tensors += [part for end, values in parts.items() for part in gguf.layout(name + end, values).tensors]
     if not tensors:
-        raise ValueError("`arrays` must hold statistics of inputs. Got none.")
+        raise ValueError(
+            "`arrays` must hold statistics of inputs. Got none. Pass what `eqq.calibrate.collect_stats` returns for "
+            "batches that reach the weights."
+        )
     gguf.write(path, tensors, {"general.type": IMATRIX, **_METADATA, **metadata})
 
 
@@ -125,7 +132,7 @@ def _from_binary(file: MappedFile) -> dict[str, np.ndarray]:
 
 
 def _size(cursor: Cursor, what: str) -> int:
-    """Reads the number of items that follow."""
+    """Reads the number of bytes or values that follow."""
     size = cursor.number("<i", f"the length of {what}")
     if size < 0:
         cursor.fail(what)

@@ -1,8 +1,9 @@
-"""The blocks of GGUF's types of vectors: where the bits of our codes and scales are.
+"""The blocks of GGUF's `IQ1` to `IQ3` types: where the bits of our codes and scales are.
 
-https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has the structs.
 
-Both are the same bits in another order. So a table of places says how to read a block, and how to write it.
+GGUF's blocks and ours hold the same bits in another order. So a table of places says how to read a block, and how to
+write it.
 """
 
 import functools as ft
@@ -23,8 +24,9 @@ _VALUES = 256  # of a block
 class Run(NamedTuple):
     """Where some bits of codes are in a block: the `bits` from bit `low` of each code on.
 
-    `start` is the place of the first code. `steps` are pairs: a number of codes, and the bits from each of them to the
-    next. The inner pair is last.
+    - `part`: the name of a `Part` of the format, `"scales"` or `"scale"`.
+    - `start`: the place of the first of these bits, counted in bits from the lowest of the first byte.
+    - `steps`: pairs of a number of codes, and of the bits from each of them to the next; the innermost pair is last.
     """
 
     part: str

@@ -64,8 +64,8 @@ enum { kMostParts = 4, kMostIndexBits = 12 };
 
 typedef struct CodecPart {
   int32_t kind, bits;
-  int32_t low;     // of an index: the place of the lowest of these bits
-  int32_t values;  // for which there is one code
+  int32_t low;     // of an index: these are its bits from bit `low` on
+  int32_t values;  // how many values have one code together
 } CodecPart;
 
 typedef struct Codec {

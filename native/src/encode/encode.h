@@ -1,7 +1,9 @@
 // Quantizing: what scales are chosen from, and codes of values, packed.
 //
-//   encode:  code(n, k) = code of ((x(n, k) - offset) * factor / divisor + shift), each of a block; 0 where divisor is
-//   0 reduce:  one value of each row: its largest magnitude, ...; NaN where the row holds a NaN or an infinity
+//   encode:   code(n, k) = code of ((x(n, k) - offset) * factor / divisor + shift), each of a block;
+//             the code of 0 + shift where the divisor is 0
+//   reduce:   one value of each row: its largest magnitude, ...; NaN where the row holds a NaN or an infinity
+//   trellis:  packed trellis codes of each row
 #pragma once
 
 #include <stddef.h>
@@ -49,19 +51,19 @@ typedef struct ReduceProblem {
   int32_t kind;
 } ReduceProblem;
 
-// Windows of bits, and values that are encoded together: a last, shorter segment is rounded up to whole units.
+// How many windows there are, and values of a segment: a last, shorter segment is rounded up to whole units.
 enum { kTrellisWindows = 1 << 12, kTrellisSegment = 128, kTrellisUnit = 16 };
 enum { kTrellisMostGroups = kTrellisWindows / 2 };
 
 // Trellis codes of rows; `eqquant/_numerics/trellis.py` says more.
 typedef struct TrellisProblem {
-  const float* values;    // (n, k), in units of the scales; finite
-  const float* weights;   // (n, k), of squared errors
-  const float* feedback;  // (n / rows, k, k): how much of an error is subtracted from another value; or null
-  uint8_t* y;             // (n, words)
-  int64_t n, rows, k, words;
-  int32_t bits;          // 1 to 4
-  uint32_t multipliers;  // of the hash
+  const float* values;        // (n, k), in units of the scales; finite
+  const float* weights;       // (n, k), of squared errors
+  const float* feedback;      // (n / rows, k, k): how much of an error is subtracted from another value; or null
+  uint8_t* y;                 // (n, words)
+  int64_t n, rows, k, words;  // `rows`: how many rows share a matrix of `feedback`; `words`: bytes of a row of codes
+  int32_t bits;               // 1 to 4
+  uint32_t multipliers;       // of the hash
 } TrellisProblem;
 
 // The memory of a thread. `changes`, at the end, is needed only with feedback.

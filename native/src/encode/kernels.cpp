@@ -51,7 +51,7 @@ EQQ_INLINE void scale_part(const EncodeProblem& p, int64_t row, int64_t first, i
   }
 }
 
-// Codes of whole vectors of values.
+// The codes of values in units of codes, a vector at a time.
 EQQ_INLINE void code_part(const EncodeProblem& p, int64_t count, const float* v, uint8_t* out) {
   const float top = static_cast<float>((1 << p.bits) - 1);
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -169,7 +169,7 @@ EQQ_INLINE int32_t largest_bits(const float* x, int64_t k) {
   return largest;
 }
 
-// The largest of the values and zero; or the least.
+// The largest of the values and zero; with `low` the least.
 EQQ_INLINE float extreme(const float* x, int64_t k, bool low) {
   // In this order the largest integers are the largest floats; zero is 0. Turned around it is the least ones.
   const int32_t flip = low ? static_cast<int32_t>(0x80000000) : 0;

@@ -1,7 +1,8 @@
 // Trellis codes: the Viterbi algorithm. `eqquant/_numerics/trellis.py` says what the codes are.
 //
 // A window of bits stands for a value. The windows with the same lowest bits are a group: the same windows precede
-// them. The search keeps the best path to each group, a value at a time.
+// them. The search takes one value after the other, and keeps the best path to each group: its cost, and with feedback
+// the corrections of later values (per-survivor processing).
 #pragma once
 
 #include <string.h>
@@ -16,8 +17,8 @@ typedef uint32_t Word __attribute__((may_alias));
 
 constexpr float kImpossible = 1e30f;  // the cost of a path that does not begin where it must
 
-// A segment of a row: `given` values, rounded up to `length` by values that count nothing. There is room for a whole
-// one.
+// A segment of a row: `given` values, rounded up to `length` by values without weight. There is room for a whole
+// segment.
 struct Part {
   const float *values, *weights;
   const float* feedback;  // of one row, `stride` apart; or null
@@ -29,7 +30,7 @@ struct Groups {
   static constexpr int kChoices = 1 << kBits, kCount = kTrellisWindows >> kBits;
 };
 
-// The values of all windows.
+// The values of all windows; the least is -123, as in `eqquant/_numerics/trellis.py`.
 EQQ_INLINE void fill_table(uint32_t multipliers, float* table) {
   for (uint32_t window = 0; window < kTrellisWindows; ++window)
     table[window] = static_cast<float>(hash_window(window, multipliers) - 123);

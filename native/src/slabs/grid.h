@@ -1,7 +1,8 @@
-// The grid of `Codec`: vectors of eight or four values that codes index, with signs, or moved by one.
+// The grid of `Codec`: vectors of eight or four values that codes index, with signs, or moved by one. These are the IQ
+// types of GGUF (`eqquant/_formats/iq.py`).
 //
-// Eight bytes are one integer, the first in its low bits. What is added up fits in a byte at the end, so that no byte
-// carries into the next.
+// Eight values are computed at once, as the bytes of one 64-bit integer, the first in its low bits. Each sum fits in
+// its byte once all terms are added, so no byte changes the next.
 #pragma once
 
 #include <string.h>
@@ -15,7 +16,8 @@ constexpr int64_t kGridValues = 256;             // of a segment
 constexpr int64_t kGridCodes = kGridValues / 4;  // at most
 constexpr uint64_t kOnes = 0x0101010101010101;
 
-// Eight bytes for each combination of signs, those of negative values all ones. Of seven signs only the first 128.
+// Eight bytes for each combination of signs: 255 for a negative value, 0 for another. With `kEven` there are seven
+// signs, so 128 combinations, and the eighth makes the number of negative values even.
 template <bool kEven>
 struct SignMasks {
   uint8_t bytes[256][8] = {};
@@ -38,7 +40,7 @@ EQQ_INLINE uint64_t load_bytes(const uint8_t* p) {
   return bytes;
 }
 
-// The codes of a part of a whole segment: eight at a time, in registers.
+// Unpacks `kCount` codes of a part, those of a whole segment: eight at a time, in registers.
 template <int kBits, int kCount>
 EQQ_INLINE void unpack_eights(const uint8_t* bytes, uint8_t* out) {
 #pragma GCC unroll 8
@@ -64,7 +66,7 @@ EQQ_INLINE void unpack_eights(const uint8_t* bytes, uint8_t* out) {
   }
 }
 
-// Any codes of a part. `out` has room for a plane more.
+// Unpacks the `count` codes of a part. `out` has room for a plane more.
 EQQ_NOINLINE void unpack_codes_of_part(const uint8_t* bytes, const uint8_t* limit, int64_t count, int bits,
                                        uint8_t* out) {
   if (count == 8 && bits == 1) {
@@ -80,13 +82,13 @@ EQQ_NOINLINE void unpack_codes_of_part(const uint8_t* bytes, const uint8_t* limi
 
 // The codes of a segment.
 struct GridCodes {
-  uint8_t index[2][kGridCodes + kPlane];  // the low eight bits, and the others
-  uint8_t moves[kGridCodes + kPlane];     // signs, or whether values are one less
-  int down_shift;                         // from eights of values to `moves` that values are less by
-  const uint8_t (*masks)[8];              // of signs
+  uint8_t index[2][kGridCodes + kPlane];  // of vectors: the low eight bits, and the others
+  uint8_t moves[kGridCodes + kPlane];     // of kSigns and kEvenSigns: signs; of kDown: 1 where values are one less
+  int down_shift;                         // of kDown: values `8 i` to `8 i + 7` have code `i >> down_shift` of `moves`
+  const uint8_t (*masks)[8];              // of kSigns and kEvenSigns: `SignMasks`
 };
 
-// Returns the end of the segment.
+// Unpacks the parts of a segment of `length` values; returns the end of the segment.
 EQQ_INLINE const uint8_t* unpack_parts(const Codec& codec, const uint8_t* bytes, const uint8_t* limit, int64_t length,
                                        GridCodes* out) {
   for (int i = 0; i < codec.num_parts; ++i) {
@@ -113,7 +115,7 @@ EQQ_INLINE void decode_vectors(const int8_t* vectors, int lowest, const GridCode
     const uint64_t values = kSize == 8
                               ? load_bytes<uint64_t>(vector(i))
                               : load_bytes<uint32_t>(vector(2 * i)) | load_bytes<uint32_t>(vector(2 * i + 1)) << 32;
-    uint64_t bytes = (values ^ 128 * kOnes) + added;  // the former is each byte plus 128
+    uint64_t bytes = (values ^ 128 * kOnes) + added;  // the first term is each value plus 128
     if constexpr (kSigned) {
       bytes -= 2 * (values & load_bytes<uint64_t>(codes.masks[codes.moves[i]]));
     } else {
@@ -123,7 +125,8 @@ EQQ_INLINE void decode_vectors(const int8_t* vectors, int lowest, const GridCode
   }
 }
 
-// Values `first` to `last` of a row of `length`, where `first` begins a segment; up to seven more are written.
+// Decodes values `first` to `last` of a row of `length`, where `first` begins a segment; up to seven more are written.
+// `kWide`: indices have more than eight bits. `kSigned`: vectors have signs; others are moved by one.
 template <int kSize, bool kWide, bool kSigned>
 EQQ_INLINE void decode_grid_row(const Codec& codec, int lowest, const uint8_t* packed, const uint8_t* limit,
                                 int64_t length, int64_t first, int64_t last, uint8_t* out) {

@@ -23,7 +23,8 @@ void join_rows(const Problem* problem, int64_t row, int64_t rows, int64_t first,
         : decode_grid(*p.codec, static_cast<int>(p.table[0]), packed, limit, p.k, first, last, out);
 }
 
-// Any codes of a row: from the first of a segment on, of which the first wanted are returned.
+// Unpacks codes `first` to `last` of a row, which may begin within a segment: into `room` from the begin of that
+// segment on. Returns the place of code `first`.
 EQQ_INLINE const uint8_t* some_of(const uint8_t* packed, const uint8_t* limit, int64_t length, int bits, int64_t first,
                                   int64_t last, uint8_t* room) {
   const int64_t skip = first % segment_codes(bits);
@@ -43,8 +44,8 @@ void zeros_of_rows(const Problem* problem, int64_t row, int64_t rows, int64_t fi
     }
 }
 
-// `low + code`, times the factors of blocks of `size`, of which codes and factors begin one: of eight, or of whole
-// vectors. There is room for a vector more than there are codes.
+// Decodes scales whose codes stand for consecutive integers: `low + code`, times a factor that `size` codes share.
+// `size` is 8 or a multiple of the vector length, and the first code begins a block. `out` has room for a vector more.
 EQQ_INLINE void scale_integers(const uint8_t* codes, int64_t count, float low, const float* factors, int64_t size,
                                float* out) {
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -77,7 +78,7 @@ void scales_of_rows(const Problem* problem, bool offsets, bool consecutive, int6
     for (int64_t i = 0; i < rows; ++i) EQQUANT_ISA::decode_scales(&p, row + i, first, last, out + i * width);
     return;
   }
-  // The same for all rows, which lie one after the other.
+  // The scales of scales of all rows at once: rows lie one after the other.
   p.blocks = p.scale_blocks;
   EQQUANT_ISA::decode_scales(&p, row, 0, rows * p.scale_blocks, room);
   const uint8_t *packed = p.scale_codes + row * p.scale_words, *limit = p.scale_codes + rows_of(p) * p.scale_words;
@@ -124,7 +125,7 @@ void sums_of_row(const Problem* problem, int64_t batch, int64_t m, float* out) {
   }
 }
 
-// Products of `kRows` rows of offsets with one of sums.
+// Products of `kRows` rows of offsets with one row of sums of x.
 template <int kRows>
 EQQ_INLINE void multiply_sums(const float* const* rows, const float* sums, int64_t blocks, float* out) {
   Floats all[kRows] = {};

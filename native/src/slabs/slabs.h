@@ -29,7 +29,7 @@ typedef struct SlabKernel {
   void (*add)(const Problem* slab, const float* offsets, const float* sums);
   // The same, transposed. `room` has two floats for each block.
   void (*add_transposed)(const Problem* slab, const float* offsets, float* room);
-  // What multiplies some weights with codes of several values as they are, without slabs; or null.
+  // The kernel that multiplies packed trellis codes as they are, without slabs; or null.
   const MatmulKernel* packed;
 } SlabKernel;
 
@@ -48,9 +48,9 @@ class Slabs {
   Problem seen(Problem problem) const { return needed_ ? slab(problem, 0, 0, &problem) : problem; }
   // Slab `index` of a batch, in the memory of a thread: a problem for kernels.
   Problem slab(const Problem& problem, int64_t batch, int64_t index, void* own) const;
-  // Brings it there.
+  // Decodes slab `index` into the memory of a thread.
   void fill(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own) const;
-  // Adds offsets, once it is multiplied.
+  // Adds the products with its offsets, once the slab is multiplied.
   void add(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own,
            const float* sums) const;
 

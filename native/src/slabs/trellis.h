@@ -1,4 +1,5 @@
-// The trellis of `Codec`: windows of twelve bits, hashed to the sum of four numbers. All have 16 bits.
+// The trellis of `Codec`: a value is the hash of a window of twelve bits (`eqquant/_numerics/trellis.py`). A hash is a
+// sum of four numbers, which are computed in lanes of 16 bits.
 #pragma once
 
 #include <string.h>
@@ -15,7 +16,7 @@ namespace {
 constexpr int kTrellisValues = 128;      // of a segment
 constexpr int64_t kTrellisAhead = 4096;  // bytes to the prefetched codes
 constexpr uint16_t kWindow = 0x0fff, kSixBits = 0x3f3f;
-// With a sum in its low half and this in the upper one, a float is `kLarge` and the sum.
+// The float with a sum in its low half and this in its upper one is `kLarge` plus the sum.
 constexpr uint16_t kExponent = 0x4b00;
 constexpr float kLarge = 0x1p23f;
 
@@ -32,12 +33,13 @@ struct TrellisVector {
   EQQ_INLINE I mul_low(I a, I b) { return _mm512_mullo_epi16(a, b); }
   EQQ_INLINE I mul_high(I a, I b) { return _mm512_mulhi_epu16(a, b); }
   EQQ_INLINE I add_bytes(I a) { return _mm512_maddubs_epi16(a, _mm512_set1_epi8(1)); }
-  // The even halves of `a`, shifted to the right, and the odd ones of it, shifted to the left.
+  // In each 32 bits: the lower half of `a >> right`, and the upper half of `a << left`.
   EQQ_INLINE I shift(I a, I right, I left) {
     return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srlv_epi32(a, right), _mm512_sllv_epi32(a, left));
   }
   EQQ_INLINE I shuffle(I a, I places) { return _mm512_shuffle_epi8(a, places); }
-  // Adds products of sums, and `kLarge`, less `middle`, with numbers of x: those of the first four of eight first.
+  // Adds the products of `sums + kLarge - middle` with x. Of each eight sums the first four are multiplied by the first
+  // vector of x, the others by the second: `TrellisRow::pack` orders x accordingly.
   using F = __m512;
   EQQ_INLINE F multiply(I sums, F middle, const float* x, F acc) {
     const I exponent = all(kExponent);
@@ -83,7 +85,7 @@ struct TrellisVector {
 
 #if defined(__AVX2__)
 
-// Hashes windows.
+// The hash of windows, `hash_window`.
 struct TrellisHash {
   using V = TrellisVector;
   V::I first, second, six = V::all(kSixBits), window = V::all(kWindow);
@@ -91,7 +93,7 @@ struct TrellisHash {
   explicit TrellisHash(uint32_t multipliers)
       : first(V::all(static_cast<uint16_t>(multipliers))), second(V::all(static_cast<uint16_t>(multipliers >> 16))) {}
 
-  // Sums of two bytes each, which are to be added. `windows` may have further bits.
+  // The hash of each window as two bytes, which are still to be added. Bits of `windows` beyond the twelve are ignored.
   EQQ_INLINE V::I pairs(const TrellisHash& h, V::I windows) {
     const V::I product = V::mul_low(V::bit_and(windows, h.window), h.first);
     return V::add(V::bit_and(product, h.six), V::bit_and(V::mul_high(product, h.second), h.six));
@@ -102,8 +104,9 @@ struct TrellisHash {
 
 #if defined(__AVX512VBMI__)
 
-// Where eight bytes of the segment are from which four windows are taken, and the bits at which their bytes begin. Two
-// vectors have the values of 64 in the order in which packing brings them to theirs.
+// Operands of byte instructions that extract windows. `place`: which byte of the segment moves to each byte of a
+// vector, so that each 64 bits hold four windows. `shift`: at which of these bits each byte of a window begins, two for
+// a window. Values are in such an order that `_mm512_packus_epi16` of two vectors brings 64 of them into theirs.
 template <int kBits>
 struct TrellisPlaces {
   uint8_t place[4][64] = {}, shift[64] = {};
@@ -128,7 +131,7 @@ struct Trellis {
     for (int i = 0; i < 4; ++i) place[i] = _mm512_loadu_si512(kPlaces.place[i]);
   }
 
-  // The codes of a vector of a segment, as pairs of bytes; and which one is at a place of it.
+  // The codes of vector `kIndex` of a segment, as pairs of bytes. `value_at` says which value is in a lane of it.
   template <int kIndex>
   EQQ_INLINE I pairs(const Trellis& t, const uint8_t* segment) {
     const I bytes = _mm512_maskz_loadu_epi8(~uint64_t{0} >> (64 - 16 * kBits), segment);
@@ -143,7 +146,7 @@ struct Trellis {
 
 #elif defined(__AVX2__)
 
-// The bytes of a segment from `kStart` on, in a circle.
+// The 16 bytes of a segment from `kStart` on; the segment is a circle.
 template <int kBits, int kStart>
 EQQ_INLINE __m128i bytes_from(const uint8_t* segment) {
   constexpr int kLast = 16 * kBits - 16;
@@ -157,7 +160,8 @@ EQQ_INLINE __m128i bytes_from(const uint8_t* segment) {
   }
 }
 
-// The same, for each 16 bytes of a vector: of four bits the upper half begins where the lower one ends.
+// These bytes in each 128 bits of a vector. Of four bits per code they do not hold all windows: the upper half of a
+// vector begins where the windows of the lower one end.
 template <int kBits, int kStart>
 EQQ_INLINE TrellisVector::I vector_from(const uint8_t* segment) {
 #if defined(__AVX512BW__)
@@ -170,7 +174,8 @@ EQQ_INLINE TrellisVector::I vector_from(const uint8_t* segment) {
 #endif
 }
 
-// Where the windows of lanes are: that of the first value of a lane begins at bit `right` of the four bytes at `place`.
+// Where the two windows of each 32 bits of a vector are, in the four bytes at `place`: the first begins at bit `right`.
+// Shifted to the left by `left`, the second begins at bit 16.
 template <int kBits>
 struct TrellisPlaces {
   uint8_t place[64] = {};
@@ -247,14 +252,14 @@ EQQ_INLINE void decode_segment(const Trellis<kBits>& t, const uint8_t* segment, 
 
 #endif
 
-// A segment with fewer values, as one of all.
+// A shorter last segment as a whole one: its circle, repeated.
 template <int kBits>
 EQQ_INLINE void repeat_circle(const uint8_t* segment, int64_t values, uint8_t* out) {
   const int64_t size = div_up(min64(values, kTrellisValues), 16) * 2 * kBits;
   for (int64_t i = 0; i < 16 * kBits; ++i) out[i] = segment[i % size];
 }
 
-// Values `first` to `last` of a row of `length`, where `first` begins a segment.
+// Decodes values `first` to `last` of a row of `length`, where `first` begins a segment.
 template <int kBits>
 EQQ_INLINE void decode_trellis_row(uint32_t multipliers, const uint8_t* packed, int64_t length, int64_t first,
                                    int64_t last, uint8_t* out) {

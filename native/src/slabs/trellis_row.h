@@ -1,4 +1,4 @@
-// One row of x times a trellis: a row of the weight is decoded and multiplied in registers.
+// One row of x times a trellis, in floats: rows of the weight are decoded and multiplied in registers.
 #pragma once
 
 #include "core/runs.h"

@@ -1,5 +1,6 @@
-// One row of x times a trellis, as `trellis_row.h`: x as integers of 24 bits, whose three bytes, called slices, are
-// multiplied by the pairs of bytes that codes are sums of. Products and their sums are exact.
+// One row of x times a trellis, in integers: as `trellis_row.h`, but x is rounded to 24 bits, whose three bytes, called
+// slices, are multiplied by the pairs of bytes that codes are sums of. Products and their sums are exact. This is
+// Ozaki's scheme, https://arxiv.org/abs/2306.11975.
 #pragma once
 
 #include "slabs/trellis_row.h"
@@ -14,17 +15,17 @@ struct TrellisSlices {
   using I = __m512i;
   static constexpr int kSlices = 3;
   static constexpr int64_t kRowsOfUnit = TrellisRow::kRowsOfUnit;
-  static constexpr int64_t kLeast = 256;      // of fewer numbers a product of floats has few roundings
+  static constexpr int64_t kLeast = 256;      // shorter rows take `TrellisRow`, whose sums then have few roundings
   static constexpr int64_t kMost = 1 << 19;   // sums of products of bytes fit in 32 bits
   static constexpr float kLargest = 8355000;  // the integer for the amax, with room for rounding
   static constexpr float kRange = 0x1p64f;    // the amax is at most this, and at least its reciprocal
   static constexpr float kPeak = 8;           // the amax is at most so many times the root mean square
 
-  // Of a batch, before its slices.
+  // The header of the row of x of a batch; its slices follow in memory.
   struct alignas(64) Row {
     int64_t sum;  // of the integers
-    float scale;
-    bool fits;
+    float scale;  // x is about an integer times this
+    bool fits;    // whether 24 bits are precise enough; otherwise `TrellisRow` takes the product
   };
 
   static int64_t stride(const Problem& p) { return sizeof(Row) + 2 * kSlices * TrellisRow::padded(p); }

@@ -57,6 +57,9 @@ static inline int64_t packed_bytes(int64_t length, int bits) {
 // integer.
 enum CodecKind { kTrellis = 0, kGrid = 1 };
 
+// The values of a segment. The last segment of a row may be shorter; of a trellis, rounded up to whole units.
+constexpr int kTrellisSegment = 128, kTrellisUnit = 16, kGridSegment = 256;
+
 // The codes of a part of a segment: indices of vectors; signs of eight values, also of seven where the number of
 // negative ones is even; whether values are one less, otherwise one more.
 enum PartKind { kIndex = 0, kSigns = 1, kEvenSigns = 2, kDown = 3 };
@@ -70,11 +73,10 @@ typedef struct CodecPart {
 
 typedef struct Codec {
   int32_t kind;
-  // A trellis: segments of 128 values, the last rounded up to a multiple of 16. Value `t` is `hash_window` of the 12
-  // bits from `t * bits` on, in a circle.
+  // A trellis: value `t` of a segment is `hash_window` of the 12 bits from `t * bits` on, in a circle.
   int32_t bits;
   uint32_t multipliers;
-  // A grid: segments of 256 values. The parts of each lie one after the other, packed as codes of single values are.
+  // A grid: the parts of a segment lie one after the other, packed as codes of single values are.
   int32_t size;  // of a vector: 8 or 4 values
   int32_t num_parts;
   CodecPart parts[kMostParts];
@@ -88,11 +90,13 @@ static inline uint8_t hash_window(uint32_t window, uint32_t multipliers) {
   return static_cast<uint8_t>(pairs + (pairs >> 8));
 }
 
-static inline int64_t codec_segment(const Codec* codec) { return codec->kind == kTrellis ? 128 : 256; }
+static inline int64_t codec_segment(const Codec* codec) {
+  return codec->kind == kTrellis ? kTrellisSegment : kGridSegment;
+}
 
 // The bytes of a segment, or of a shorter one.
 static inline int64_t segment_bytes(const Codec* codec, int64_t length) {
-  if (codec->kind == kTrellis) return (length + 15) / 16 * 2 * codec->bits;
+  if (codec->kind == kTrellis) return (length + kTrellisUnit - 1) / kTrellisUnit * kTrellisUnit * codec->bits / 8;
   int64_t bytes = 0;
   for (int i = 0; i < codec->num_parts; ++i)
     bytes += packed_bytes((length + codec->parts[i].values - 1) / codec->parts[i].values, codec->parts[i].bits);

@@ -51,9 +51,8 @@ typedef struct ReduceProblem {
   int32_t kind;
 } ReduceProblem;
 
-// How many windows there are, and values of a segment: a last, shorter segment is rounded up to whole units.
-enum { kTrellisWindows = 1 << 12, kTrellisSegment = 128, kTrellisUnit = 16 };
-enum { kTrellisMostGroups = kTrellisWindows / 2 };
+// How many windows there are, and at most groups of them.
+enum { kTrellisWindows = 1 << 12, kTrellisMostGroups = kTrellisWindows / 2 };
 
 // Trellis codes of rows; `eqquant/_numerics/trellis.py` says more.
 typedef struct TrellisProblem {

@@ -12,8 +12,7 @@
 
 namespace {
 
-constexpr int64_t kGridValues = 256;             // of a segment
-constexpr int64_t kGridCodes = kGridValues / 4;  // at most
+constexpr int kGridCodes = kGridSegment / 4;  // of a segment, at most
 constexpr uint64_t kOnes = 0x0101010101010101;
 
 // Eight bytes for each combination of signs: 255 for a negative value, 0 for another. With `kEven` there are seven
@@ -131,11 +130,11 @@ template <int kSize, bool kWide, bool kSigned>
 EQQ_INLINE void decode_grid_row(const Codec& codec, int lowest, const uint8_t* packed, const uint8_t* limit,
                                 int64_t length, int64_t first, int64_t last, uint8_t* out) {
   GridCodes codes = {};
-  const uint8_t* bytes = packed + first / kGridValues * segment_bytes(&codec, kGridValues);
-  for (; first < last; first += kGridValues, out += kGridValues) {
+  const uint8_t* bytes = packed + first / kGridSegment * segment_bytes(&codec, kGridSegment);
+  for (; first < last; first += kGridSegment, out += kGridSegment) {
     __builtin_prefetch(bytes + kAhead);
-    bytes = unpack_parts(codec, bytes, limit, min64(length - first, kGridValues), &codes);
-    decode_vectors<kSize, kWide, kSigned>(codec.vectors, lowest, codes, min64(last - first, kGridValues), out);
+    bytes = unpack_parts(codec, bytes, limit, min64(length - first, kGridSegment), &codes);
+    decode_vectors<kSize, kWide, kSigned>(codec.vectors, lowest, codes, min64(last - first, kGridSegment), out);
   }
 }
 

@@ -13,7 +13,6 @@
 
 namespace {
 
-constexpr int kTrellisValues = 128;      // of a segment
 constexpr int64_t kTrellisAhead = 4096;  // bytes to the prefetched codes
 constexpr uint16_t kWindow = 0x0fff, kSixBits = 0x3f3f;
 // The float with a sum in its low half and this in its upper one is `kLarge` plus the sum.
@@ -220,7 +219,7 @@ EQQ_INLINE TrellisVector::I trellis_sums(const Trellis<kBits>& t, const uint8_t*
 template <int kBits, int kIndex = 0>
 EQQ_INLINE void decode_segment(const Trellis<kBits>& t, const uint8_t* segment, uint8_t* out) {
   using T = Trellis<kBits>;
-  if constexpr (kIndex * TrellisVector::kValues < kTrellisValues) {
+  if constexpr (kIndex * TrellisVector::kValues < kTrellisSegment) {
     T::store(out + kIndex * TrellisVector::kValues, trellis_sums<kBits, kIndex>(t, segment),
              trellis_sums<kBits, kIndex + 1>(t, segment));
     decode_segment<kBits, kIndex + 2>(t, segment, out);
@@ -238,16 +237,16 @@ struct Trellis {
 
 template <int kBits>
 EQQ_INLINE void decode_segment(const Trellis<kBits>& t, const uint8_t* segment, uint8_t* out) {
-  uint16_t windows[kTrellisValues];
+  uint16_t windows[kTrellisSegment];
   uint8_t circle[16 * kBits + 8];
   memcpy(circle, segment, 16 * kBits);
   memcpy(circle + 16 * kBits, segment, 8);
-  for (int i = 0; i < kTrellisValues; i += 8) {
+  for (int i = 0; i < kTrellisSegment; i += 8) {
     uint64_t bits = 0;
     for (int j = 0; j < 8; ++j) bits |= static_cast<uint64_t>(circle[i * kBits / 8 + j]) << 8 * j;
     for (int j = 0; j < 8; ++j) windows[i + j] = bits >> j * kBits & kWindow;
   }
-  for (int i = 0; i < kTrellisValues; ++i) out[i] = hash_window(windows[i], t.multipliers);
+  for (int i = 0; i < kTrellisSegment; ++i) out[i] = hash_window(windows[i], t.multipliers);
 }
 
 #endif
@@ -255,7 +254,7 @@ EQQ_INLINE void decode_segment(const Trellis<kBits>& t, const uint8_t* segment, 
 // A shorter last segment as a whole one: its circle, repeated.
 template <int kBits>
 EQQ_INLINE void repeat_circle(const uint8_t* segment, int64_t values, uint8_t* out) {
-  const int64_t size = div_up(min64(values, kTrellisValues), 16) * 2 * kBits;
+  const int64_t size = div_up(min64(values, kTrellisSegment), kTrellisUnit) * kTrellisUnit * kBits / 8;
   for (int64_t i = 0; i < 16 * kBits; ++i) out[i] = segment[i % size];
 }
 
@@ -265,13 +264,13 @@ EQQ_INLINE void decode_trellis_row(uint32_t multipliers, const uint8_t* packed, 
                                    int64_t last, uint8_t* out) {
   constexpr int64_t kSize = 16 * kBits;
   const Trellis<kBits> trellis(multipliers);
-  const uint8_t* bytes = packed + first / kTrellisValues * kSize;
-  for (; last - first >= kTrellisValues; first += kTrellisValues, bytes += kSize, out += kTrellisValues) {
+  const uint8_t* bytes = packed + first / kTrellisSegment * kSize;
+  for (; last - first >= kTrellisSegment; first += kTrellisSegment, bytes += kSize, out += kTrellisSegment) {
     __builtin_prefetch(bytes + kTrellisAhead);
     decode_segment(trellis, bytes, out);
   }
   if (first == last) return;
-  uint8_t circle[kSize], values[kTrellisValues];
+  uint8_t circle[kSize], values[kTrellisSegment];
   repeat_circle<kBits>(bytes, length - first, circle);
   decode_segment(trellis, circle, values);
   memcpy(out, values, last - first);

@@ -15,12 +15,12 @@ struct TrellisRow {
   using V = TrellisVector;
   static constexpr int64_t kRowsOfUnit = 16;
 
-  static int64_t padded(const Problem& p) { return round_up(p.k, kTrellisValues); }
+  static int64_t padded(const Problem& p) { return round_up(p.k, kTrellisSegment); }
 
   static bool accepts(const Problem* problem) {
     const Problem& p = *problem;
     return p.codec->kind == kTrellis && p.m == 1 && !p.transpose && p.k > 0 && p.zero_point == nullptr &&
-           p.scale_codes == nullptr && p.offset == nullptr && (p.blocks == 1 || p.block_size % kTrellisValues == 0);
+           p.scale_codes == nullptr && p.offset == nullptr && (p.blocks == 1 || p.block_size % kTrellisSegment == 0);
   }
 
   static void plan(const Problem* problem, int64_t, Plan* plan) {
@@ -36,7 +36,7 @@ struct TrellisRow {
   EQQ_INLINE void pack(const Problem& p, int64_t batch, float* out) {
     constexpr int kHalf = V::kValues / 2;
     for (int64_t i = 0; i < padded(p); ++i) {
-      const int in_segment = static_cast<int>(i % kTrellisValues), vector = in_segment / V::kValues,
+      const int in_segment = static_cast<int>(i % kTrellisSegment), vector = in_segment / V::kValues,
                 lane = in_segment % kHalf, upper = in_segment / kHalf % 2;
       const int64_t k = i - in_segment + Trellis<1>::value_at(vector, lane / 4 * 8 + upper * 4 + lane % 4);
       out[i] = k < p.k ? A::template read<kType>(p.x, batch * p.x_batch + k * p.x_column) : 0;
@@ -55,7 +55,7 @@ struct TrellisRow {
   template <int kBits, int kIndex = 0>
   EQQ_INLINE void multiply_segment(const Trellis<kBits>& t, const uint8_t* segment, V::F middle, const float* x,
                                    V::F* acc) {
-    if constexpr (kIndex * V::kValues < kTrellisValues) {
+    if constexpr (kIndex * V::kValues < kTrellisSegment) {
       acc[kIndex % 2] =
           V::multiply(trellis_sums<kBits, kIndex>(t, segment), middle, x + kIndex * V::kValues, acc[kIndex % 2]);
       multiply_segment<kBits, kIndex + 1>(t, segment, middle, x, acc);
@@ -76,7 +76,7 @@ struct TrellisRow {
         V::F acc[2] = {S::zero(), S::zero()};
         const int64_t end = min64(p.k, k - k % block + block);
         const float scale = scales[k / block];
-        for (; end - k >= kTrellisValues; k += kTrellisValues, bytes += kSize) {
+        for (; end - k >= kTrellisSegment; k += kTrellisSegment, bytes += kSize) {
           S::prefetch(bytes + kTrellisAhead);
           multiply_segment<kBits>(trellis, bytes, middle, x + k, acc);
         }
@@ -92,21 +92,28 @@ struct TrellisRow {
     }
   }
 
-  static void run(const Problem* problem, const Plan*, const void* shared, void* own, int64_t unit) {
-    const Problem& p = *problem;
-    const int64_t units = div_up(p.n, kRowsOfUnit), batch = unit / units, first = unit % units * kRowsOfUnit;
-    const int64_t count = min64(kRowsOfUnit, p.n - first);
-    const float* x = static_cast<const float*>(shared) + batch * padded(p);
-    float results[kRowsOfUnit];
-    by_count<4>(p.codec->bits, [&](auto bits) {
-      multiply_rows<decltype(bits)::value>(p, first_row(&p, batch) + first, count, x, static_cast<float*>(own),
-                                           results);
-    });
-    for (int64_t r = 0; r < count; ++r) A::write(p, batch * p.y_batch + (first + r) * p.y_column, results[r]);
+  EQQ_INLINE const float* packed_x(const Problem& p, const void* shared, int64_t batch) {
+    return static_cast<const float*>(shared) + batch * padded(p);
   }
 };
 
-constexpr MatmulKernel kTrellisRow = {TrellisRow::plan, TrellisRow::prepare, TrellisRow::run, TrellisRow::accepts};
+// Multiplies the rows of a unit by `multiply_rows` of a kernel, `TrellisRow` or another that has its plan.
+template <typename Kernel>
+void run_trellis(const Problem* problem, const Plan*, const void* shared, void* own, int64_t unit) {
+  constexpr int64_t kRows = TrellisRow::kRowsOfUnit;
+  const Problem& p = *problem;
+  const int64_t units = div_up(p.n, kRows), batch = unit / units, first = unit % units * kRows;
+  const int64_t count = min64(kRows, p.n - first);
+  float results[kRows];
+  by_count<4>(p.codec->bits, [&](auto bits) {
+    Kernel::template multiply_rows<decltype(bits)::value>(
+        p, first_row(&p, batch) + first, count, Kernel::packed_x(p, shared, batch), static_cast<float*>(own), results);
+  });
+  for (int64_t r = 0; r < count; ++r) TrellisRow::A::write(p, batch * p.y_batch + (first + r) * p.y_column, results[r]);
+}
+
+constexpr MatmulKernel kTrellisRow = {TrellisRow::plan, TrellisRow::prepare, run_trellis<TrellisRow>,
+                                      TrellisRow::accepts};
 #if !defined(__AVX512VBMI__)
 constexpr const MatmulKernel* kPacked = &kTrellisRow;
 #endif

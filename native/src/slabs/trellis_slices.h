@@ -11,10 +11,8 @@
 namespace {
 
 struct TrellisSlices {
-  using A = TrellisRow::A;
   using I = __m512i;
   static constexpr int kSlices = 3;
-  static constexpr int64_t kRowsOfUnit = TrellisRow::kRowsOfUnit;
   static constexpr int64_t kLeast = 256;      // shorter rows take `TrellisRow`, whose sums then have few roundings
   static constexpr int64_t kMost = 1 << 19;   // sums of products of bytes fit in 32 bits
   static constexpr float kLargest = 8355000;  // the integer for the amax, with room for rounding
@@ -29,7 +27,7 @@ struct TrellisSlices {
   };
 
   static int64_t stride(const Problem& p) { return sizeof(Row) + 2 * kSlices * TrellisRow::padded(p); }
-  EQQ_INLINE const Row& row_at(const Problem& p, const void* shared, int64_t batch) {
+  EQQ_INLINE const Row& packed_x(const Problem& p, const void* shared, int64_t batch) {
     return *reinterpret_cast<const Row*>(static_cast<const char*>(shared) + batch * stride(p));
   }
 
@@ -38,7 +36,7 @@ struct TrellisSlices {
   }
   static bool accepts_packed(const Problem* p, const Plan*, const void* shared) {
     for (int64_t batch = 0; batch < p->batch; ++batch)
-      if (!row_at(*p, shared, batch).fits) return false;
+      if (!packed_x(*p, shared, batch).fits) return false;
     return true;
   }
 
@@ -93,7 +91,7 @@ struct TrellisSlices {
 
   template <int kBits, int kIndex = 0>
   EQQ_INLINE void multiply_segment(const Trellis<kBits>& t, const uint8_t* segment, const int8_t* x, I* acc) {
-    if constexpr (kIndex * TrellisVector::kValues < kTrellisValues) {
+    if constexpr (kIndex * TrellisVector::kValues < kTrellisSegment) {
       const I pairs = Trellis<kBits>::template pairs<kIndex>(t, segment);
 #pragma GCC unroll 4
       for (int slice = 0; slice < kSlices; ++slice)
@@ -118,7 +116,7 @@ struct TrellisSlices {
       EQQUANT_ISA::decode_scales(&p, row + r, 0, 1, scale);
       I acc[kSlices] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
       int64_t left = p.k;
-      for (; left >= kTrellisValues; left -= kTrellisValues, bytes += kSize, x += 2 * kSlices * kTrellisValues) {
+      for (; left >= kTrellisSegment; left -= kTrellisSegment, bytes += kSize, x += 2 * kSlices * kTrellisSegment) {
         TrellisRow::S::prefetch(bytes + kTrellisAhead);
         multiply_segment<kBits>(trellis, bytes, x, acc);
       }
@@ -132,22 +130,11 @@ struct TrellisSlices {
       out[r] = static_cast<float>(static_cast<double>(total) * of_x.scale) * *scale;
     }
   }
-
-  static void run(const Problem* problem, const Plan*, const void* shared, void* own, int64_t unit) {
-    const Problem& p = *problem;
-    const int64_t units = div_up(p.n, kRowsOfUnit), batch = unit / units, first = unit % units * kRowsOfUnit;
-    const int64_t count = min64(kRowsOfUnit, p.n - first);
-    float results[kRowsOfUnit];
-    by_count<4>(p.codec->bits, [&](auto bits) {
-      multiply_rows<decltype(bits)::value>(p, first_row(&p, batch) + first, count, row_at(p, shared, batch),
-                                           static_cast<float*>(own), results);
-    });
-    for (int64_t r = 0; r < count; ++r) A::write(p, batch * p.y_batch + (first + r) * p.y_column, results[r]);
-  }
 };
 
-constexpr MatmulKernel kTrellisSlices = {TrellisSlices::plan,    TrellisSlices::prepare,        TrellisSlices::run,
-                                         TrellisSlices::accepts, TrellisSlices::accepts_packed, &kTrellisRow};
+constexpr MatmulKernel kTrellisSlices = {TrellisSlices::plan,           TrellisSlices::prepare,
+                                         run_trellis<TrellisSlices>,    TrellisSlices::accepts,
+                                         TrellisSlices::accepts_packed, &kTrellisRow};
 constexpr const MatmulKernel* kPacked = &kTrellisSlices;
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Trellis codes: what they decode to, how good the search is, and that native code finds the same."""
+"""Trellis codes: their values, how good the search is, and that native code finds and multiplies the same."""
 
 import itertools as it
 
@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._native import library
+from eqquant._matmul.kernels import cpu, cpu_int8
+from eqquant._native import calls, library
+from eqquant._native.weight import Codec, Layout, StoredWeight
 from eqquant._numerics import trellis
 
 from .helpers import assert_same, sqnr, weights
 
 
 BITS = (1, 2, 3, 4)
+needs_native = pytest.mark.skipif(library.refusal() is not None, reason="needs native kernels")
 
 
 def decode_by_hand(packed: np.ndarray, bits: int, length: int) -> list[int]:
-    """The definition, bit by bit."""
+    """The values of a packed row by the definition, bit by bit."""
     values, at = [], 0
     while len(values) < length:
         count = min(128, -(-(length - len(values)) // 16) * 16)
@@ -79,6 +82,7 @@ def test_a_sequence_that_has_codes_is_found(bits):
 
 
 def find_feedback(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The feedback and the weights of errors with which the search lowers the error of outputs."""
     factor = np.linalg.inv(np.linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1])
     diagonal = np.diag(factor)
     return (np.triu(factor, 1) / diagonal[:, None]).astype(np.float32), (1 / diagonal**2).astype(np.float32)
@@ -179,7 +183,7 @@ def test_vmap_with_feedback():
     np.testing.assert_array_equal(shared[1], encode(values[1], jnp.asarray(feedback[0])))
 
 
-@pytest.mark.skipif(library.refusal() is not None, reason="needs native kernels")
+@needs_native
 @pytest.mark.parametrize("bits, length", it.product(BITS, (16, 100, 128, 300)))
 def test_native_search_finds_the_same(bits, length):
     """Native code compares fewer bits of the costs, so another sequence of nearly the same worth may be found."""
@@ -198,6 +202,27 @@ def test_native_search_finds_the_same(bits, length):
         errors = both(jnp.broadcast_to(own / own.max(), values.shape), jnp.asarray(feedback))
         found, expected = (np.einsum("ni,ij,nj->n", error, gram, error) for error in errors)
         np.testing.assert_allclose(found, expected, rtol=0.05)
+
+
+@needs_native
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("length", [1, 300, 1152])
+def test_native_products(bits, length):
+    rng = np.random.default_rng(0)
+    packed = rng.integers(0, 256, (24, trellis.packed_length(length, bits)), np.uint8)
+    weight = StoredWeight(jnp.asarray(packed), jnp.full((24, 1), np.float32(0.5).view(np.uint32)))
+    codec = Codec("trellis", (bits, trellis.MULTIPLIERS), lowest=-123)
+    layout = Layout(length, 8, length, tuple(map(float, range(-123, 133))), codec=codec)
+    w = np.array([decode_by_hand(row, bits, length) for row in packed]) / 2
+    np.testing.assert_array_equal(calls.decode(weight, layout, jnp.float32, clip=False), w)
+    for m in (1, 20):
+        for transpose in (False, True):
+            x = rng.integers(-99, 99, (m, w.shape[0 if transpose else 1])).astype(np.float32)
+            y = cpu.matmul(jnp.asarray(x), weight, layout, transpose=transpose, precision="default")
+            np.testing.assert_allclose(y, x @ (w if transpose else w.T), rtol=1e-6, atol=0.25)
+        codes = rng.integers(-127, 128, (m, length)).astype(np.int8)
+        y = cpu_int8.matmul(jnp.asarray(codes), weight, layout, x_scale=jnp.ones((m, 1)), dtype=jnp.float32)
+        np.testing.assert_array_equal(y, codes.astype(float) @ w.T)
 
 
 def test_names_and_bad_input():

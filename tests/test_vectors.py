@@ -14,9 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import eqquant as eqq
 from eqquant._formats.base import round_to_levels
 from eqquant._formats.iq import IQ2_XS
-from eqquant._matmul.kernels import cpu, cpu_int8
-from eqquant._native import calls, library as native
-from eqquant._native.weight import Codec, Layout, StoredWeight
+from eqquant._native import library as native
 from eqquant._wrappers.concatenate import concatenate, split
 from eqquant.io import _gguf
 from eqquant.io._tensors import MappedFile
@@ -216,41 +214,6 @@ def test_native_products_of_integers(name, getkey):
         assert eqq.explain_matmul(rows, q.T).implementation == "cpu_int8"
         w, x = np.asarray(q.dequantize(), np.float64), np.asarray(rows.dequantize(), np.float64)
         assert (np.abs(np.asarray(rows @ q.T) - x @ w.T) <= 2e-6 * (np.abs(x) @ np.abs(w).T)).all()
-
-
-def values_of_trellis(codes, bits, first, second, length):
-    """The values of rows, window by window."""
-    values = np.empty((len(codes), length))
-    for row, at in np.ndindex(values.shape):
-        start = at // 128 * 128
-        segment = codes[row, start // 8 * bits :][: min(128, -(-(length - start) // 16) * 16) * bits // 8]
-        circle = np.unpackbits(segment, bitorder="little")
-        window = int((np.take(circle, (at - start) * bits + np.arange(12), mode="wrap") << np.arange(12)).sum())
-        product = window * first % 2**16
-        high = product * second // 2**16
-        values[row, at] = product % 64 + product // 256 % 64 + high % 64 + high // 256 % 64 - 123
-    return values
-
-
-@needs_native
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("length", [1, 300, 1152])
-def test_native_trellis(bits, length):
-    rng, first, second = np.random.default_rng(0), 0x3195, 0x394D
-    codes = rng.integers(0, 256, (24, (length // 128 * 128 + -(-(length % 128) // 16) * 16) * bits // 8), np.uint8)
-    weight = StoredWeight(jnp.asarray(codes), jnp.full((24, 1), np.float32(0.5).view(np.uint32)))
-    codec = Codec("trellis", (bits, second << 16 | first), lowest=-123)
-    layout = Layout(length, 8, length, tuple(map(float, range(-123, 133))), codec=codec)
-    w = values_of_trellis(codes, bits, first, second, length) / 2
-    np.testing.assert_array_equal(calls.decode(weight, layout, jnp.float32, clip=False), w)
-    for m in (1, 20):
-        for transpose in (False, True):
-            x = rng.integers(-99, 99, (m, w.shape[0 if transpose else 1])).astype(np.float32)
-            y = cpu.matmul(jnp.asarray(x), weight, layout, transpose=transpose, precision="default")
-            np.testing.assert_allclose(y, x @ (w if transpose else w.T), rtol=1e-6, atol=0.25)
-        whole = rng.integers(-127, 128, (m, length)).astype(np.int8)
-        y = cpu_int8.matmul(jnp.asarray(whole), weight, layout, x_scale=jnp.ones((m, 1)), dtype=jnp.float32)
-        np.testing.assert_array_equal(y, whole.astype(float) @ w.T)
 
 
 # Arrays and programs

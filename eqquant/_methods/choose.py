@@ -56,7 +56,7 @@ def choose_by_blocks(
     def choose_and_check(blocks: Array, _: int) -> Chosen:
         scale, zero_point = choose(blocks, format)
         check_scales(scale, zero_point, blocks.shape[:-1], format)
-        return mark(scale, not_finite(blocks)), zero_point
+        return copy_nan(scale, not_finite(blocks)), zero_point
 
     return choose_by_parts(choose_and_check, rows, format, chunk)
 
@@ -81,7 +81,7 @@ def choose_by_weights(
     def choose_weighted(blocks: Array, part: int) -> Chosen:
         own = parts[part].reshape(*[1] * (blocks.ndim - parts[part].ndim), *parts[part].shape)
         scale, zero_point = choose(blocks, jnp.broadcast_to(own, blocks.shape), format)
-        return mark(scale, not_finite(blocks)), zero_point
+        return copy_nan(scale, not_finite(blocks)), zero_point
 
     return choose_by_parts(choose_weighted, rows, format, chunk)
 
@@ -108,9 +108,9 @@ def choose_by_parts(
     return jnp.broadcast_to(scale, blocks), None if zero_point is None else jnp.broadcast_to(zero_point, blocks)
 
 
-def mark(scale: Scales, marks: Scales) -> Scales:
-    """Returns scales that are NaN where the marks are."""
-    return jnp.where(jnp.isnan(marks), jnp.nan, scale)  # not a sum, which would lose the sign of a zero
+def copy_nan(scale: Scales, nans: Scales) -> Scales:
+    """Returns scales that are NaN where `nans`, which `not_finite` returns, are NaN."""
+    return jnp.where(jnp.isnan(nans), jnp.nan, scale)  # not a sum, which would lose the sign of a zero
 
 
 def check_scales(scale: Array, zero_point: Array | None, shape: tuple[int, ...], format: AbstractFormat) -> None:

@@ -12,7 +12,7 @@ from .._formats.base import AbstractFormat, AbstractVectorFormat, find_levels, h
 from .._numerics.batching import Index, map_chunks
 from .._numerics.blocks import absmax, dequantize_blocks, divide, ends, expand, not_finite, num_blocks
 from .._numerics.scale_bits import bits_to_scale, clip_finite, round_up_from_zero, scale_to_bits
-from .choose import check_scales, choose_by_blocks, choose_by_parts, mark, Rows, ZeroPoints
+from .choose import check_scales, choose_by_blocks, choose_by_parts, copy_nan, Rows, ZeroPoints
 from .stochastic import move_stochastically
 
 
@@ -246,8 +246,8 @@ def encode_rows(
     An `EncodedRows`.
     """
     check_scales(scale, zero_point, (*rows.shape[:-1], num_blocks(rows.shape[-1], format.block_size)), format)
-    marks, _ = choose_by_parts(lambda blocks, _: (not_finite(blocks), None), rows, format, chunk)
-    return encode_by_chunks(rows, *store(rows, mark(scale, marks), zero_point, format, chunk), format, key, chunk)
+    nans, _ = choose_by_parts(lambda blocks, _: (not_finite(blocks), None), rows, format, chunk)
+    return encode_by_chunks(rows, *store(rows, copy_nan(scale, nans), zero_point, format, chunk), format, key, chunk)
 
 
 def encode_by_chunks(

@@ -43,7 +43,7 @@ class Codec(NamedTuple):
 
     kind: Literal["trellis", "grid"]
     parameters: tuple[int, ...]
-    vectors: bytes = b""  # int8
+    vectors: bytes = b""  # of a grid: int8, one vector for each index
     bits: int = 8
     lowest: int = -128  # the value of code 0; the others follow, one more each
 

@@ -92,6 +92,7 @@ class Gradients:
                     sums[key] = sums.get(key, 0) + np.asarray(value, np.float64)
 
     def _takes(self, leaf: Leaf, observer: WeightObserver) -> bool:
+        """Returns whether to take gradients of a leaf, after its inputs were observed."""
         if not eqx.is_inexact_array(leaf.value):
             return False
         if any(sums.total for sums in observer.by_axes.values()):

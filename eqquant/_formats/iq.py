@@ -27,7 +27,7 @@ from .base import AbstractFormat, AbstractVectorFormat, Blocks, Scales, SEARCH_L
 from .grids import VectorGrid
 
 
-# The codes of rows by the names of `Part`, each an array `(*batch, codes)` of int32.
+# The codes of rows by the names of `CodePart`, each an array `(*batch, codes)` of int32.
 _Codes = Mapping[str, Array]
 
 
@@ -50,7 +50,7 @@ class _OddMultiples(AbstractFormat):
         return (2 * codes.astype(jnp.float32) + 1) * self.unit
 
 
-class Part(NamedTuple):
+class CodePart(NamedTuple):
     """Bits of codes that are packed together, as `CodecPart` in `native/src/core/problem.h`.
 
     - `name`: the kind of the codes: `"index"` of vectors; `"signs"` of eight values, one bit each; `"down"`, 1 where a
@@ -74,7 +74,7 @@ class AbstractGridFormat(AbstractVectorFormat):
     step: ClassVar[int] = 1  # values are `step` times the numbers of the grid
     even: ClassVar[bool] = False  # whether an even number of eight signs is negative, so that seven are stored
     # The parts of a segment, in the order of its bytes.
-    parts: ClassVar[tuple[Part, ...]]
+    parts: ClassVar[tuple[CodePart, ...]]
     # How many values share signs or a shift, and so are encoded together.
     together: ClassVar[int] = 8
     # The mean magnitude of normally distributed values, in units of their best scale.
@@ -151,7 +151,7 @@ class AbstractGridFormat(AbstractVectorFormat):
         """Packs the codes of rows of `length` values."""
         whole, rest = divmod(length, self.segment)
 
-        def pack_part(part: Part, count: int, size: int, start: int) -> UInt8[Array, "*batch segments bytes"]:
+        def pack_part(part: CodePart, count: int, size: int, start: int) -> UInt8[Array, "*batch segments bytes"]:
             bits = codes[part.name] >> part.low & 2**part.bits - 1
             each, first = -(-size // part.values), start // part.values
             bits = bits[..., first : first + count * each].astype(jnp.uint8)
@@ -301,7 +301,7 @@ class IQ2_XXS(AbstractSignedGrid):
 
     bits = 2
     grid: ClassVar[VectorGrid] = grids.IQ2_XXS
-    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 8), Part("signs", 7, 8))
+    parts = (CodePart("index", 8, 8), CodePart("signs", 7, 8))
     even = True
     mean_level: ClassVar[float] = 17.5
     reach: ClassVar[float] = 1.3
@@ -325,7 +325,7 @@ class IQ2_XS(AbstractSignedGrid):
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 2
     grid: ClassVar[VectorGrid] = grids.IQ2_XS
-    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 8), Part("index", 1, 8, low=8), Part("signs", 7, 8))
+    parts = (CodePart("index", 8, 8), CodePart("index", 1, 8, low=8), CodePart("signs", 7, 8))
     even = True
     mean_level: ClassVar[float] = 17.0
     reach: ClassVar[float] = 1.3
@@ -350,7 +350,7 @@ class IQ2_S(AbstractSignedGrid):
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 2
     grid: ClassVar[VectorGrid] = grids.IQ2_S
-    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 8), Part("index", 2, 8, low=8), Part("signs", 8, 8))
+    parts = (CodePart("index", 8, 8), CodePart("index", 2, 8, low=8), CodePart("signs", 8, 8))
     mean_level: ClassVar[float] = 17.8
     reach: ClassVar[float] = 1.3
     scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=16, unit=1 / 8)
@@ -374,7 +374,7 @@ class IQ3_XXS(AbstractSignedGrid):
 
     bits = 3
     grid: ClassVar[VectorGrid] = grids.IQ3_XXS
-    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 4), Part("signs", 7, 8))
+    parts = (CodePart("index", 8, 4), CodePart("signs", 7, 8))
     even = True
     mean_level: ClassVar[float] = 21.0
     reach: ClassVar[float] = 1.1
@@ -398,7 +398,7 @@ class IQ3_S(AbstractSignedGrid):
 
     bits = 3
     grid: ClassVar[VectorGrid] = grids.IQ3_S
-    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 4), Part("index", 1, 4, low=8), Part("signs", 8, 8))
+    parts = (CodePart("index", 8, 4), CodePart("index", 1, 4, low=8), CodePart("signs", 8, 8))
     mean_level: ClassVar[float] = 4.9
     reach: ClassVar[float] = 1.1
     scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=8, unit=1.0)
@@ -420,7 +420,7 @@ class IQ1_S(AbstractShiftedGrid):
     """
 
     bits = 1
-    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 8), Part("index", 3, 8, low=8), Part("down", 1, 32))
+    parts = (CodePart("index", 8, 8), CodePart("index", 3, 8, low=8), CodePart("down", 1, 32))
     together = 32
     mean_level: ClassVar[float] = 5.2
     reach: ClassVar[float] = 2.0
@@ -443,7 +443,7 @@ class IQ1_M(AbstractShiftedGrid):
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 1
-    parts: ClassVar[tuple[Part, ...]] = (Part("index", 8, 8), Part("index", 3, 8, low=8), Part("down", 1, 8))
+    parts = (CodePart("index", 8, 8), CodePart("index", 3, 8, low=8), CodePart("down", 1, 8))
     mean_level: ClassVar[float] = 5.2
     reach: ClassVar[float] = 2.0
     scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=3, block_size=16, unit=1 / 8)

@@ -24,7 +24,7 @@ _VALUES = 256  # of a block
 class Run(NamedTuple):
     """Where some bits of codes are in a block: the `bits` from bit `low` of each code on.
 
-    - `part`: the name of a `Part` of the format, `"scales"` or `"scale"`.
+    - `part`: the name of a `CodePart` of the format, `"scales"` or `"scale"`.
     - `start`: the place of the first of these bits, counted in bits from the lowest of the first byte.
     - `steps`: pairs of a number of codes, and of the bits from each of them to the next; the innermost pair is last.
     """

@@ -21,8 +21,8 @@ class EncodedRows(NamedTuple):
 
     [`eqquant.extend.encode_rows`][] makes it.
 
-    - `codes`: a code for each value, not packed: uint8 `(*batch, length)`. If codes stand for several values (`IQ`
-        types, `Trellis`), they are packed: `(*batch, bytes)`.
+    - `codes`: a code for each value, not packed: uint8 `(*batch, length)`. Codes that stand for several values
+        (`IQ1` to `IQ3`, `Trellis`) are packed: `(*batch, bytes)`.
     - `scale`: the bits of the scales as the format stores them: unsigned integers `(*batch, blocks)`, or another
         `EncodedRows` if the format quantizes its scales.
     - `zero_point`: uint8 `(*batch, blocks)`, or `None`.

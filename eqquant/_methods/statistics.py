@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float32
 
 @runtime_checkable
 class Statistics(Protocol):
-    """What methods read of the statistics of a weight, [`eqquant.calibrate.collect_stats`][]."""
+    """The statistics of one weight that methods read: a `LeafStats` of `calibrate`."""
 
     shape: tuple[int, ...]
     axis: int | tuple[int, ...] | None

@@ -34,8 +34,9 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
   const bool apart = is_split(p.bits) || p.codec != nullptr;
   needed_ = apart || p.scale_codes != nullptr || p.offset != nullptr;
   if (!needed_) return;
-  // Packed zero points are packed by whole rows.
+  // Packed zero points of a row cannot be cut where a slab of columns ends, so they become bytes.
   joins_ = apart || (p.transpose && p.zero_point != nullptr && p.bits < 8);
+  // Kernels take rows of scales without gaps, which those of a slab of columns are not.
   decodes_ = p.transpose || p.scale_codes != nullptr || p.offset != nullptr;
 
   const int64_t codes = int64_t{1} << p.bits;
@@ -54,7 +55,7 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
   for (int64_t i = 1; p.scale_codes != nullptr && i < int64_t{1} << p.scale_bits; ++i)
     consecutive_ = consecutive_ && p.scale_table[i] == p.scale_table[i - 1] + 1;
 
-  // Without its scales and offsets a slab of columns would be a copy of many rows.
+  // Bytes of a row of a slab: its codes, and its scales and offsets.
   const int64_t row = joins_ ? p.k : 0, blocks = decodes_ ? p.blocks * (p.offset != nullptr ? 8 : 4) : 0;
   extent_ = p.transpose ? p.k : p.n;
   if (p.transpose) {
@@ -159,8 +160,8 @@ void Slabs::add(const SlabKernel& kernel, const Problem& p, int64_t batch, int64
   add_infinite(kernel, p, batch, index, own, sums);
 }
 
-// Of rows of x with infinities: codes and offsets apart make NaN of infinities of both signs, where the sum of both is
-// a number of one. So these are multiplied again, number by number.
+// Multiplies rows of x with infinities again, number by number. Codes and offsets were multiplied apart: an infinity
+// times each may give infinities of opposite signs, whose sum is NaN, where the weight has one sign.
 void Slabs::add_infinite(const SlabKernel& kernel, const Problem& p, int64_t batch, int64_t index, void* own,
                          const float* sums) const {
   char* memory = static_cast<char*>(own);
@@ -182,7 +183,7 @@ void Slabs::add_infinite(const SlabKernel& kernel, const Problem& p, int64_t bat
     }
     return infinite;
   };
-  bool whole = false;  // whether offsets are, without the middle of the table
+  bool whole = false;  // whether `offsets` are those of the weight, without the middle of the table
   for (int64_t m = 0; m < q.m; ++m) {
     if (!has_infinity(m)) continue;
     if (!whole)

@@ -200,8 +200,8 @@ class AbstractVectorFormat(AbstractFormat):
     itself, in segments of `segment` values; scales are as in any other format. `bits` is the number of bits of a value,
     rounded down.
 
-    A subclass defines `block_size`, `bits`, `segment`, `levels`, `choose_scale`, `packed_length`, `decode_row` and
-    `encode_row`. Native kernels read a format of this library by its `codec`; products with others take `xla`.
+    A subclass defines `block_size`, `bits`, `segment`, `levels`, `codec`, `choose_scale`, `packed_length`, `decode_row`
+    and `encode_row`. Native kernels read a format of this library by its `codec`; products with others take `xla`.
     """
 
     segment: AbstractClassVar[int]
@@ -214,9 +214,9 @@ class AbstractVectorFormat(AbstractFormat):
         """All values that `decode_row` can return, ascending."""
 
     @property
+    @abc.abstractmethod
     def codec(self) -> Codec | None:
         """The packing of rows, for native kernels; `None` if they cannot decode it."""
-        return None
 
     @abc.abstractmethod
     def packed_length(self, length: int) -> int:

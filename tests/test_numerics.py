@@ -1,0 +1,235 @@
+"""The numerics that formats share, and the layouts of formats, where results are known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqquant as eqq
+from eqquant._formats.base import find_levels, is_ours, spans_rows
+from eqquant._formats.layout import make_layout
+from eqquant._formats.steps import find_steps
+from eqquant._native.encoding import float_order, order_to_float
+from eqquant._numerics import batching, blocks, integers, minifloats, primitives, reduce, rounding, scale_bits
+
+
+X = np.array([[1, -4, 4, 2], [0, -0.5, 0, 0.25], [-1, -2, -3, -3], [0, 0, 0, 0]], np.float32)
+REDUCED = {
+    "amax": [4, 0.5, 3, 0],
+    "signed_amax": [-4, -0.5, -3, 0],
+    "low": [-4, -0.5, -3, 0],
+    "high": [4, 0.25, 0, 0],
+    "not_finite": [0, 0, 0, 0],
+}
+
+
+@jax.jit
+def reduce_all(x):
+    return {kind: (reduce.reduce_blocks(x, kind), reduce.by_xla(x, kind=kind)[..., 0]) for kind in REDUCED}
+
+
+def test_reductions():
+    for kind, results in reduce_all(X).items():
+        assert [y.tolist() for y in results] == [REDUCED[kind]] * 2
+    for results in reduce_all(X[:, :0]).values():
+        assert [y.tolist() for y in results] == [[0, 0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("length", [4, 2**16 + 1])
+def test_reductions_know_what_is_not_finite(bad, length):
+    x = np.zeros((3, length), np.float32)
+    x[1, -2], x[2, 0] = bad, 3e38
+    for kind in ("amax", "not_finite"):
+        y = np.asarray(reduce.by_xla(jnp.asarray(x), kind=kind))[:, 0]
+        assert np.isnan(y).tolist() == [False, True, False]
+        assert y[[0, 2]].tolist() == ([0, np.float32(3e38)] if kind == "amax" else [0, 0])
+
+
+def test_reductions_under_transformations():
+    stacked = jnp.asarray(np.stack([X, 2 * X], axis=1))
+    assert jax.vmap(blocks.absmax, in_axes=1)(stacked).tolist() == [REDUCED["amax"], [8, 1, 6, 0]]
+    x = jnp.asarray(X)
+    high, tangent = jax.jvp(lambda x: blocks.minmax(x)[1], (x[:2],), (x[:2] + 10,))
+    assert high.tolist() == [4, 0.25] and tangent.tolist() == [14, 10.25]
+    scaled = lambda y: jnp.sum(y * blocks.absmax(jax.lax.stop_gradient(y * x[:1])))
+    assert jax.jit(jax.grad(scaled))(2.0) == 8
+    with jax.disable_jit():
+        assert blocks.absmax(x).tolist() == REDUCED["amax"]
+
+
+def test_ends_and_means():
+    x = jnp.asarray(X)
+    assert [y.tolist() for y in blocks.ends(x)] == [[-4, -0.5, -3, 0], [4, 0.25, -1, 0]]
+    assert [y.tolist() for y in blocks.ends(x[:, :0])] == [[0] * 4] * 2
+    assert blocks.absmean(x).tolist() == [2.75, 0.1875, 2.25, 0] and blocks.absmean(x[:, :0]).tolist() == [0] * 4
+    assert float(blocks.absmean(jnp.full((1, 4), 3e38))[0]) == np.float32(3e38)
+
+
+def test_blocks_of_parameters():
+    values, scale = jnp.array([[1.0, 2, 3, 4, 5]]), jnp.array([[2.0, 3, -1]])
+    zero, offset = jnp.array([[1, 0, 2]], jnp.uint8), jnp.array([[0.5, -1, 0]])
+    for with_zero, with_offset, expected in (
+        (zero, offset, [0.5, 2.5, 8, 11, -3]),
+        (None, offset, [2.5, 4.5, 8, 11, -5]),
+        (zero, None, [0, 2, 9, 12, -3]),
+    ):
+        assert blocks.dequantize_blocks(values, scale, with_zero, with_offset, 2).tolist() == [expected]
+    assert blocks.dequantize_values(values, None, None, None) is values
+    assert blocks.divide(jnp.array([6.0, 6, 0]), jnp.array([-2.0, 0, 0])).tolist() == [-3, 0, 0]
+    assert (blocks.num_blocks(5, 2), blocks.num_blocks(5, None), blocks.num_blocks(5, "tensor")) == (3, 1, 1)
+
+
+@pytest.mark.parametrize("chunk", [None, 7, 3])
+def test_functions_of_chunks_of_rows(chunk):
+    """The last chunk overlaps the one before."""
+    x, other = jnp.arange(14.0).reshape(1, 7, 2), {"y": jnp.arange(7.0).reshape(1, 7, 1)}
+
+    def function(first, x, other):
+        flat = x.reshape(-1, 2)
+        y = 100 * (first + jnp.arange(len(flat))).astype(x.dtype)[:, None] + flat + other["y"].reshape(-1, 1)
+        return y.reshape(x.shape), x.astype(jnp.int32)
+
+    y, same = batching.map_chunks(function, chunk, x, other)
+    assert y.tolist() == (x + 101 * other["y"]).tolist() and same.tolist() == x.tolist()
+
+
+def test_axes_of_batches():
+    a, b = jnp.arange(6.0).reshape(2, 3), jnp.arange(3.0)
+    assert batching.vmap_leading(lambda x, y: x + y.sum(), 2)(a, a[..., None]).tolist() == (2 * a).tolist()
+    assert batching.vmap_leading(lambda x: x.shape, 0)(a) == (2, 3)
+    assert primitives.batch_axis_size((b, a), (None, 1)) == 3 and primitives.batch_axis_size((a,), (0,)) == 2
+    assert primitives.move_batch_axis(a, 1, 3).tolist() == a.T.tolist()
+    assert primitives.move_batch_axis(a[None], 2, 3, to=1).shape == (1, 3, 2)
+    assert primitives.move_batch_axis(b, None, 2).tolist() == [b.tolist()] * 2
+    assert primitives.move_batch_axis(a, None, 4, to=-1).shape == (2, 3, 4)
+
+
+# Scales
+
+
+def test_bits_of_scales():
+    tiny, most = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    scale = jnp.array([np.nan, np.inf, -np.inf, 1 / 3, most])
+    for dtype, limit in (("float32", most), ("float16", 65504), ("bfloat16", float(jnp.finfo("bfloat16").max))):
+        expected = np.array([np.nan, limit, -limit, jnp.asarray(1 / 3, dtype), limit], np.float32)
+        stored = scale_bits.bits_to_scale(scale_bits.scale_to_bits(scale, dtype), dtype)
+        np.testing.assert_array_equal(np.asarray(stored), expected)
+        if dtype != "float32":
+            np.testing.assert_array_equal(np.asarray(scale_bits.round_scale(scale, dtype)), expected)
+        small = jnp.array([tiny, -tiny, 0, 1]) * (2.0**102 if dtype == "float16" else 1)
+        assert scale_bits.round_up_from_zero(small, dtype).tolist() == small.tolist()
+    up = scale_bits.round_up_from_zero(jnp.array([2.0**-30, -(2.0**-25), 0]), "float16")
+    assert up.tolist() == [2.0**-24, -(2.0**-24), 0]
+    assert scale_bits.round_up_from_zero(jnp.array([2.0**-120]), "e8m0").tolist() == [2.0**-120]
+    assert scale_bits.scale_to_bits(jnp.array([2.0, 0]), "e8m0").tolist() == [128, 0]
+
+
+def test_powers_of_two():
+    exponents = np.array([-126, -1, 0, 1, 127])
+    powers = np.exp2(exponents).astype(np.float32)
+    assert minifloats.floor_log2(jnp.asarray(np.append(powers, powers * np.float32(1.9)))).tolist() == [*exponents] * 2
+    assert minifloats.exp2(jnp.asarray(exponents)).tolist() == powers.tolist()
+    assert float(minifloats.decode_e8m0(jnp.array([0], jnp.uint8))[0]) in (0, 2.0**-127)  # which may be flushed
+    assert [m.max_exponent for m in (minifloats.E4M3, minifloats.E5M2, minifloats.E2M1)] == [8, 15, 2]
+
+
+def test_quotients_are_rounded_as_in_c():
+    x = np.arange(1, 2000, dtype=np.float32)
+    y = jax.jit(rounding.divide_as_c, static_argnums=1)(x, 63)
+    np.testing.assert_array_equal(np.asarray(y), x / np.float32(63))
+    assert np.isnan(np.asarray(rounding.divide_as_c(jnp.array([np.inf]), 3))).all()
+
+
+def test_scales_of_integers():
+    assert float(integers.symmetric_scale(jnp.float32(7), 4)) == 1
+    assert float(integers.affine_scale(jnp.float32(-5), jnp.float32(10), 4)) == 1
+    assert np.isfinite(float(integers.affine_scale(jnp.float32(-3e38), jnp.float32(3e38), 2)))
+
+
+# Layouts
+
+
+class _Doubled(eqq.FP8):
+    def decode(self, codes):
+        return 2 * eqq.FP8.decode(self, codes)
+
+
+class _Nested(eqq.NF4):
+    @property
+    def scale_format(self):
+        return _Doubled("e4m3")
+
+
+@pytest.mark.parametrize(
+    "format, length, expected",
+    [
+        (eqq.NF4(), 100, (4, 64, "float32", False, False, None)),
+        (eqq.NF4(), 40, (4, 40, "float32", False, False, None)),
+        (eqq.NF4(None, scale_dtype="float16"), 100, (4, 100, "float16", False, False, None)),
+        (eqq.Int8("tensor"), 0, (8, 1, "float32", False, False, None)),
+        (eqq.Int4(32, symmetric=False, scale_dtype="bfloat16"), 64, (4, 32, "bfloat16", True, False, None)),
+        (eqq.NF4(double_quant=True), 64 * 256, (4, 64, "ue4m4", False, False, None)),
+        (eqq.NF4(double_quant=True), 64 * 257, (4, 64, "float32", False, False, (8, 256))),
+        (eqq.NVFP4(), 64, (4, 16, "e4m3", False, False, None)),
+        (_Nested(), 128, (4, 64, "float32", False, False, (8, 2))),
+        (eqq.MXFP4(), 64, (4, 32, "e8m0", False, False, None)),
+        (eqq.formats.MLX(3, 32), 64, (3, 32, "float16", False, True, None)),
+        (eqq.formats.Q6_K(), 512, (6, 16, "float32", False, False, (8, 16))),
+        (eqq.formats.Trellis(2), 256, (8, 256, "bfloat16", False, False, None)),
+    ],
+    ids=repr,
+)
+def test_layouts(format, length, expected):
+    layout = make_layout(format, length)
+    nested = None if layout.nested is None else (layout.nested.bits, layout.nested.block_size)
+    found = (layout.bits, layout.block_size, layout.scale, layout.zero_points, layout.offsets, nested)
+    assert found == expected and layout.length == length
+    decoded = make_layout(format, length, True)
+    assert decoded.nested is None and decoded.scale == (format.scale_dtype if expected[5] is None else "float32")
+    assert (layout.codec is not None) == isinstance(format, eqq.formats.Trellis)
+    if layout.codec is None:
+        np.testing.assert_array_equal(np.float32(layout.table), format.decode(jnp.arange(2**format.bits, dtype="uint8")))
+    else:
+        assert layout.table == tuple(range(-123, 133))
+
+
+class _Own(eqq.Int4):
+    def encode(self, values):
+        return eqq.Int4.encode(self, values)
+
+
+def test_what_formats_are():
+    assert is_ours(eqq.Int4(), "encode", "decode") and not is_ours(_Own(), "encode") and is_ours(_Own(), "decode")
+    assert is_ours(eqq.Int4(), "no_such_method")
+    spanning = [eqq.Int4("tensor"), eqq.NVFP4()], [eqq.Int4(), eqq.Int4(None), eqq.NF4(double_quant=True)]
+    assert [[spans_rows(format) for format in side] for side in spanning] == [[True] * 2, [False] * 3]
+    levels, used = find_levels(eqq.Ternary())
+    assert levels.tolist() == [-1, 0, 1, 2] and used.tolist() == [True, True, True, False]
+    assert find_levels(eqq.FP8())[1].sum() == 254
+
+
+@pytest.mark.parametrize(
+    "format, rule, bias",
+    [
+        (eqq.Int3(), "even", 4),
+        (eqq.Int2(symmetric=False), "even", 0),
+        (eqq.formats.Q4_0(), "up", 8.5),
+        (eqq.Ternary(), "steps", 0),
+        (eqq.Binary(), "steps", 0),
+        (eqq.NF4(), "steps", 0),
+    ],
+    ids=repr,
+)
+def test_steps_of_codes(format, rule, bias):
+    steps = find_steps(format)
+    assert (steps.rule, steps.bias) == (rule, bias)
+    around = order_to_float((steps.thresholds[:, None] + np.arange(-1, 2, dtype=np.int32)).ravel())
+    x = np.concatenate([around, np.random.default_rng(0).normal(size=200).astype(np.float32) * 8, [-1e30, 1e30]])
+    codes = steps.codes[np.searchsorted(steps.thresholds, float_order(x.astype(np.float32)), "right")]
+    np.testing.assert_array_equal(codes, np.asarray(format.encode(jnp.asarray(x, jnp.float32))))
+    assert steps.nan == int(format.encode(jnp.array([np.nan]))[0])
+
+
+def test_formats_without_steps():
+    assert find_steps(_Own()) is None and find_steps(eqq.formats.Trellis(1)) is None

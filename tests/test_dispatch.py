@@ -298,6 +298,71 @@ def test_reasons_for_decoding_activations(pair, platform, expected):
     assert "cpu_int8 would be better" not in said and (expected is None or expected in said)
 
 
+FLOAT64, CODES = jnp.dtype(jnp.float64), {"format": eqq.Int8(), "activations": eqq.Int8()}
+
+
+@pytest.mark.parametrize(
+    "changes, types, reason",
+    [
+        ({}, "bfloat16 x bfloat16 (decoded), sums in float32", None),
+        ({"dtype": FLOAT64}, "float64 x float64 (decoded), sums in float64", None),
+        (CODES, "int8 x int8, sums in int32", None),
+        (CODES | {"transpose": True}, "float32 x float32 (decoded), sums in float32", "the sum runs across the blocks"),
+        (CODES | {"dtype": FLOAT64}, "float64 x float64 (decoded), sums in float64", "float64 holds more than codes"),
+        (CODES | {"format": eqq.NF4()}, "float32 x float32 (decoded), sums in float32", "the levels of NF4() are not"),
+        (CODES | {"format": eqq.Int8(8)}, "float32 x float32 (decoded), sums in float32", "too few codes share both"),
+        (
+            {"format": eqq.FP8(), "activations": eqq.FP8("e5m2")},
+            "float8_e5m2 x float8_e4m3fn, sums in float32",
+            None,
+        ),
+        ({"format": eqq.MXFP4(), "activations": eqq.NVFP4()}, "bfloat16 x bfloat16, sums in float32", None),
+    ],
+    ids=str,
+)
+def test_types_that_xla_multiplies(changes, types, reason):
+    problem, target = PROBLEM._replace(**changes), TargetDevice("cuda")
+    assert dispatch.describe_types(problem, target, "xla") == types
+    told = dispatch.decode_reason(problem, target, "xla")
+    assert told is None if reason is None else reason in told
+    assert dispatch.describe_types(problem, target, "cpu_int8") == "int8 x int8, sums in int32"
+
+
+@pytest.mark.parametrize(
+    "platform, name, changes, why",
+    [
+        ("cpu", "cpu_int8", {}, "one operand is in float"),
+        ("cpu", "cpu_int8", CODES | {"transpose": True}, "the sum runs across"),
+        ("cpu", "cpu_int8", CODES | {"activations": eqq.Int4(None)}, "one scale for each row of activations, not Int4"),
+        ("cpu", "cpu_int8", CODES | {"activations": eqq.Int8(64)}, "one scale for each row of activations, not Int8"),
+        ("cpu", "cpu_int8", CODES | {"activations": eqq.FP8()}, "one scale for each row of activations, not FP8"),
+        ("cuda", "cpu_int8", CODES, "it is for cpu, and this is cuda"),
+        ("cuda", "pallas_gpu", {"m": "rows"}, "the number of rows is symbolic"),
+        ("cuda", "pallas_gpu", {"format": eqq.formats.Trellis(2)}, "stands for several values"),
+        ("tpu", "xla", {"m": "rows", "dtype": FLOAT64}, None),
+    ],
+    ids=str,
+)
+def test_refusals(platform, name, changes, why):
+    told = dispatch.find_refusal(TargetDevice(platform), PROBLEM._replace(**changes), name)
+    assert told is None if why is None else why in told
+
+
+def test_symbolic_rows_take_xla():
+    assert dispatch.choose(TargetDevice("cuda"), PROBLEM._replace(m="rows", format=eqq.Int8()), None)[0] == "xla"
+
+
+@pytest.mark.parametrize("x_format, w_format", [("nvfp4", "mxfp4"), ("fp8", "fp8")])
+def test_activations_in_small_floats(getkey, x_format, w_format):
+    """The factor of a row multiplies results, where codes are exact in bfloat16 without it."""
+    x, w = eqq.quantize(weights(getkey(), (3, 64)), x_format), eqq.quantize(weights(getkey(), (5, 64)), w_format)
+    problem = MatmulProblem(3, 5, 64, jnp.dtype(jnp.float32), w.format, False, activations=x.format)
+    y = dispatch.run_implementation(x, w, problem, TargetDevice("cuda"), None)
+    expected = np.asarray(x.dequantize(), np.float64) @ np.asarray(w.dequantize(), np.float64).T
+    assert y.dtype == jnp.float32
+    assert_close(y, expected, tol=1e-5)
+
+
 def test_every_platform_supports_every_format():
     for platform in ("cuda", "tpu", "cpu", "rocm", "default"):
         for row in FORMATS.values():

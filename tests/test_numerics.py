@@ -189,7 +189,9 @@ def test_layouts(format, length, expected):
     assert decoded.nested is None and decoded.scale == (format.scale_dtype if expected[5] is None else "float32")
     assert (layout.codec is not None) == isinstance(format, eqq.formats.Trellis)
     if layout.codec is None:
-        np.testing.assert_array_equal(np.float32(layout.table), format.decode(jnp.arange(2**format.bits, dtype="uint8")))
+        np.testing.assert_array_equal(
+            np.float32(layout.table), format.decode(jnp.arange(2**format.bits, dtype="uint8"))
+        )
     else:
         assert layout.table == tuple(range(-123, 133))
 

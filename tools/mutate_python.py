@@ -55,20 +55,17 @@ PAIRS = [
 NAMES = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 SECONDS = 6  # that the tests of a mutant take without it; the quickest of them run
 # The tests that concern a file: the first pattern that its path contains. Files that share them run together.
-NUMERICS = "test_packing.py test_formats.py test_extremes.py::test_empty_arrays --every 12"
-PRODUCTS = """test_dispatch.py test_select.py test_matmul.py test_activations.py::test_transformations
-    test_activations.py::test_gradients_pass_straight_through test_activations.py::test_nvfp4_examples_share_no_scale
-    -k 'pref or forced or not (pallas or lowers or export or on_gpu or reasons)'
-    --every 5"""
+NUMERICS = """test_numerics.py test_packing.py test_formats.py test_errors.py
+    -k 'not test_errors or block_size or codebook or format_names or pass_through'"""
+TRELLIS = "test_trellis.py -k 'by_hand or sequence or feedback or outlier or nan or names'"
 TESTS = {
-    "_numerics/hadamard": "test_mapped.py test_rotations.py --every 8",
+    "_numerics/hadamard": "test_rotations.py -k 'transpose or matrices'",
     "_numerics/hashing": "test_low_precision.py -k 'hashes or seed'",
-    "_numerics/batching": "test_methods.py --every 20",
+    "_numerics/trellis": TRELLIS,
     "_numerics": NUMERICS,
     "_formats/gguf": "test_formats.py test_golden_checkpoints.py --every 8",
-    "_formats/layout": "test_xla_cpu.py test_explain.py --every 8",
-    "_formats/steps": "test_cpu_encode.py --every 12",
-    "_formats/iq": "test_vectors.py --every 8",
+    "_formats/trellis": TRELLIS,
+    "_formats/iq": "test_vectors.py -k 'iq and not (native or mesh or products)' --every 3",
     "_formats": NUMERICS,
     "kernels/pallas_tpu": "test_pallas_tpu.py --every 10",
     "kernels/vpu": "test_pallas_tpu.py --every 10",
@@ -79,13 +76,21 @@ TESTS = {
     "kernels/xla_codes": "test_activations.py -k 'numpy or lowest or longest or types or nan_in' --every 6",
     "kernels/cpu_int8": "test_cpu_int8.py --every 20",
     "kernels/cpu": "test_cpu_matmul.py --every 30",
-    "_matmul/dispatch": "test_dispatch.py -k 'pref or forc or prec'",
-    "_matmul/explain": "test_explain.py",
+    "kernels/xla.": "test_dispatch.py test_matmul.py -k 'xla_on_gpu or dtypes or derivatives' --every 6",
+    "_matmul/dispatch": """test_dispatch.py test_activations.py test_select.py
+        -k 'pref or forc or prec or types or refus or symbolic or small_floats or several_indices'""",
+    "_matmul/explain": "test_matmul.py test_activations.py -k explain",
+    "_matmul/problem": "test_matmul.py test_activations.py test_dispatch.py -k 'explain or pref'",
+    "_matmul/selected": "test_select.py -k 'not devices and not training'",
+    "_matmul/rows": "test_activations.py -k 'no_scale or straight or lowest or nan_in or transformations' --every 3",
+    "_matmul/primitive_rules": """test_matmul.py test_select.py
+        -k 'vmap or derivatives or empty or scan or several or gradients or lengths or jit or forced' --every 2""",
     "_matmul/partition": "test_partition.py --every 3",
     "_matmul/quax": "test_quax_packed.py test_operators.py --every 4",
     "_matmul/rounded": "test_low_precision.py --every 3",
     "_matmul/control_flow": "test_control_flow.py",
-    "_matmul": PRODUCTS,
+    "_matmul/checkpoint": "test_quax_packed.py test_control_flow.py -k 'custom or checkpoint or rules'",
+    "_matmul": "test_dispatch.py -k 'pref or forc'",
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import eqquant as eqq
 from eqquant._formats.base import find_levels, is_ours, spans_rows
 from eqquant._formats.layout import make_layout
+from eqquant._formats.names import as_format
 from eqquant._formats.steps import find_steps
 from eqquant._native.encoding import float_order, order_to_float
 from eqquant._numerics import batching, blocks, integers, minifloats, primitives, reduce, rounding, scale_bits
@@ -145,6 +146,79 @@ def test_scales_of_integers():
     assert float(integers.symmetric_scale(jnp.float32(7), 4)) == 1
     assert float(integers.affine_scale(jnp.float32(-5), jnp.float32(10), 4)) == 1
     assert np.isfinite(float(integers.affine_scale(jnp.float32(-3e38), jnp.float32(3e38), 2)))
+
+
+# Rules of formats
+
+
+SIDES, ABOVE = [-3.0, 1.0, 0.5, 6.0], [1.0, 2.0, 6.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "name, of_sides, of_above, first, last, nested",
+    [
+        # The scale and the offset of either block, the values of both ends, the bits and the block size of scales.
+        ("q4_0", (6 / -8, None), (6 / -8, None), -8, 7, None),
+        ("q5_0", (6 / -16, None), (6 / -16, None), -16, 15, None),
+        ("q8_0", (6 / 127, None), (6 / 127, None), -128, 127, None),
+        ("q4_1", (9 / 15, -3), (5 / 15, 1), 0, 15, None),
+        ("q5_1", (9 / 31, -3), (5 / 31, 1), 0, 31, None),
+        ("tq2_0", (6, None), (6, None), -1, 1, None),
+        ("q2_k", (9 / 3, -3), (6 / 3, 0), 0, 3, (4, 16)),
+        ("q3_k", (6 / -4, None), (6 / -4, None), -4, 3, (6, 16)),
+        ("q4_k", (9 / 15, -3), (6 / 15, 0), 0, 15, (6, 8)),
+        ("q5_k", (9 / 31, -3), (6 / 31, 0), 0, 31, (6, 8)),
+        ("q6_k", (6 / -32, None), (6 / -32, None), -32, 31, (8, 16)),
+        ("iq4_nl", (6 / -127, None), (6 / -127, None), -127, 113, None),
+        ("iq4_xs", (6 / -127, None), (6 / -127, None), -127, 113, (6, 8)),
+        ("ternary", (2.625, None), (3, None), -1, 1, None),
+        ("binary", (2.625, None), (3, None), -1, 1, None),
+        ("nvfp4", (1, None), (1, None), -6, 6, (8, "tensor")),
+        ("dynamic8", (6, None), (6, None), np.float32(-0.99296875), 1, None),
+    ],
+)
+def test_rules_of_formats(name, of_sides, of_above, first, last, nested):
+    format = as_format(name)
+    for block, (scale, offset) in ((SIDES, of_sides), (ABOVE, of_above)):
+        found = format.choose_scale(jnp.array([block]))
+        np.testing.assert_allclose(np.asarray(found), [scale], rtol=2e-7)
+        if offset is not None:
+            assert format.choose_offset(jnp.array([block]), found).tolist() == [offset]
+    ends = format.decode(format.encode(jnp.array([-1e30, 1e30])))
+    np.testing.assert_allclose(np.asarray(ends), [first, last], rtol=1e-6)
+    levels, used = find_levels(format)
+    codes = np.flatnonzero(used & np.isfinite(levels)).astype(np.uint8)
+    np.testing.assert_array_equal(np.asarray(format.encode(jnp.asarray(levels[codes]))), codes)
+    scales = format.scale_format
+    assert nested == (None if scales is None else (scales.bits, scales.block_size))
+
+
+def test_ranges_that_overflow():
+    ends = jnp.array([[-3e38, 3e38]])
+    for name in ("q4_1", "q4_k", "mlx", "int4"):
+        assert np.isfinite(np.asarray(as_format(name).choose_scale(ends))).all()
+
+
+def test_scales_of_scales_do_not_vanish():
+    scales = eqq.formats.Q4_K().scale_format
+    assert scales.choose_scale(jnp.array([[1e-9, 2e-9], [-63.0, 3], [0, 0]])).tolist() == [2.0**-24, -1, 0]
+    assert scales.encode(jnp.array([-1.0, 0.6, 62.4, 64])).tolist() == [0, 1, 62, 63]
+    assert scales.decode(jnp.array([0, 63], jnp.uint8)).tolist() == [0, 63]
+
+
+def test_ties_of_formats():
+    x = jnp.array([-1.5, -0.5, 0.5, 1.5, 2.5])
+    for name, expected in (
+        ("q4_0", [-1, 0, 1, 2, 3]),
+        ("q8_0", [-2, -1, 1, 2, 3]),
+        ("q4_1", [0, 0, 1, 2, 3]),
+        ("mlx", [0, 0, 0, 2, 2]),
+        ("int4", [-2, 0, 0, 2, 2]),
+        ("ternary", [-1, 0, 0, 1, 1]),
+        ("tq2_0", [-1, -1, 1, 1, 1]),
+    ):
+        format = as_format(name)
+        assert format.decode(format.encode(x)).tolist() == expected
 
 
 # Layouts

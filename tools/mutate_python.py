@@ -63,7 +63,6 @@ TESTS = {
     "_numerics/hashing": "test_low_precision.py -k 'hashes or seed'",
     "_numerics/trellis": TRELLIS,
     "_numerics": NUMERICS,
-    "_formats/gguf": "test_formats.py test_golden_checkpoints.py --every 8",
     "_formats/trellis": TRELLIS,
     "_formats/iq": "test_vectors.py -k 'iq and not (native or mesh or products)' --every 3",
     "_formats": NUMERICS,

@@ -55,14 +55,14 @@ struct Decode {
 
   static int64_t indices(const Shape& s) { return s.mode == kAnyBlock ? s.segments : 1; }
 
-  static int64_t shared_header(const Shape& s) { return aligned(2048 + 4 * (2 * indices(s) + 1) * s.codes); }
+  static int64_t shared_header(const Shape& s) { return aligned(2048 + 4 * (indices(s) + 2) * s.codes); }
 
   static Shared open_shared(const Shape& s, const void* memory) {
     Shared r;
     char* bytes = static_cast<char*>(const_cast<void*>(memory));
     r.index = reinterpret_cast<int32_t*>(bytes + 2048);
     r.mask = r.index + indices(s) * s.codes;
-    r.place = r.mask + indices(s) * s.codes;
+    r.place = r.mask + s.codes;
     r.x = reinterpret_cast<float*>(bytes + shared_header(s));
     return r;
   }
@@ -387,7 +387,7 @@ struct Decode {
     const float* values = table256(shared);
     const RowScales r = last_scales(p, s, row, scratch);
     decode_segment<kBits, kValues, kAnyBlock, kZero, true>(bytes, values, V::table(values), r.scale, r.zero,
-                                                           common.index + at, common.mask + at, out);
+                                                           common.index + at, common.mask, out);
   }
 
   // Scales a sum of codes. An infinite scale makes NaN of a code of zero, even if the sum is not zero.

@@ -106,10 +106,10 @@ EQQ_INLINE Shape shape_of(const Problem& p, int64_t direct) {
 // Memory that threads share: a table of 256 floats; its bytes, low ones first, where `V` looks up bytes; indices of the
 // codes of a segment, the same in every row; and packed `x`.
 struct Shared {
-  // For each code in the order of decoding: its block, relative to the first one of the segment, and a mask of codes
-  // that are not padding. For all segments with `kAnyBlock`, else for the last one only.
+  // For each code in the order of decoding its block, relative to the first one of the segment: of all segments with
+  // `kAnyBlock`, else of the last one only.
   int32_t* index;
-  int32_t* mask;
+  int32_t* mask;   // the codes of the last segment that are not padding
   int32_t* place;  // the position of each code of the last segment in the order of decoding
   float* x;
 };

@@ -31,7 +31,7 @@ struct Prepare {
         const int64_t k = D::logical(p, s, segment, i);
         const int64_t first = segment * s.codes / p.block_size;
         common.index[at] = k < 0 || s.mode == kOneScale ? 0 : static_cast<int32_t>(k / p.block_size - first);
-        common.mask[at] = k < 0 ? 0 : -1;
+        common.mask[i] = k < 0 ? 0 : -1;  // the last one stays
         if (segment == s.whole && k >= 0) common.place[k - s.whole * s.codes] = static_cast<int32_t>(i);
       }
   }

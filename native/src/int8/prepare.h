@@ -73,17 +73,13 @@ struct Int8Prepare {
         }
       }
     }
+    if (d.method != kFewMethod) return;
     // The row ends in whole vectors.
     const int64_t rest = row_codes(r) - r.padded;
-    if (d.method == kFewMethod) {
-      for (int64_t i = 0; i < rows; ++i) memset(x + (i * row_codes(r) + r.padded) * W::kBytes, 0, rest * W::kBytes);
-      if (W::kCorrects && by_lanes(r)) {
-        int32_t* lanes = reinterpret_cast<int32_t*>(shared + d.lanes) + batch * rows * W::lane_vectors(r) * L;
-        for (int64_t i = 0; i < rows; ++i)
-          lane_sums(r, factor, x + i * row_codes(r), lanes + i * W::lane_vectors(r) * L);
-      }
-    } else {
-      memset(x + r.padded * width * W::kBytes, 0, rest * width * W::kBytes);
+    for (int64_t i = 0; i < rows; ++i) memset(x + (i * row_codes(r) + r.padded) * W::kBytes, 0, rest * W::kBytes);
+    if (W::kCorrects && by_lanes(r)) {
+      int32_t* lanes = reinterpret_cast<int32_t*>(shared + d.lanes) + batch * rows * W::lane_vectors(r) * L;
+      for (int64_t i = 0; i < rows; ++i) lane_sums(r, factor, x + i * row_codes(r), lanes + i * W::lane_vectors(r) * L);
     }
   }
 

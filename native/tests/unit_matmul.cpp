@@ -78,6 +78,38 @@ void add_blocks() {
     }
 }
 
+// Columns are divided among threads.
+void add_columns() {
+  for (const int bits : {4, 8})
+    for (const int64_t block : {16, 32, 64}) {
+      Form form;
+      form.bits = bits;
+      form.n = 2048;
+      form.k = 4 * segment_codes(4);
+      form.block = block;
+      test("matmul/many columns/" + to_string(bits) + " bits/blocks of " + to_string(block),
+           [=](const Isa& isa) { Product(Weight(form), {"", 1, true}).check(isa); });
+    }
+}
+
+// Scales are decoded some thousand codes at a time.
+void add_long_rows() {
+  for (const int bits : {1, 4, 8}) {
+    Form form;
+    form.bits = bits;
+    form.n = 6;
+    form.k = 2 * 4096 + segment_codes(bits) + 37;
+    form.block = 32;
+    form.scale_kind = kScaleFloat16;
+    by_methods("long rows/" + to_string(bits) + " bits", form);
+    test("matmul/long rows/" + to_string(bits) + " bits, more scales than there is room for", [=](const Isa& isa) {
+      Form longer = form;
+      longer.k = 40000;
+      Product(Weight(longer), kMethods[0]).check(isa);
+    });
+  }
+}
+
 void add_zero_points() {
   for (const int bits : {1, 2, 3, 4, 8})
     for (const int64_t block : {16, 32, 165}) {
@@ -385,6 +417,8 @@ void add_matmul_tests() {
   add_widths();
   add_scales();
   add_blocks();
+  add_columns();
+  add_long_rows();
   add_zero_points();
   add_offsets();
   add_codecs();

@@ -27,7 +27,7 @@ struct Rows {
   int64_t words() const { return (k / 128 * 128 + (k % 128 + 15) / 16 * 16) * bits / 8; }
 
   std::vector<uint8_t> encode(const Isa& isa) const {
-    std::vector<uint8_t> packed(n * words());
+    std::vector<uint8_t> packed(n * words(), 0xff);
     TrellisProblem p = {};
     p.values = values.data();
     p.weights = weights.data();

@@ -54,7 +54,7 @@ def _find_rule(steps: Steps, bits: int) -> Steps:
     if not np.array_equal(steps.codes, np.arange(steps.codes[0], steps.codes[-1] + 1)) or steps.codes[-1] != top:
         return steps
     at, below = order_to_float(steps.thresholds), order_to_float(steps.thresholds - 1)
-    for bias in sorted({0.0, 2.0 ** (bits - 1), 2.0 ** (bits - 1) - 1}):
+    for bias in (0.0, 2.0 ** (bits - 1)):
         even = lambda x, bias=bias: np.clip(np.rint(x), -bias, top - bias) + bias
         up = lambda x, bias=bias: np.clip(np.trunc(x + np.float32(bias + 0.5)), 0, top)
         for rule, found, added in (("even", even, bias), ("up", up, bias + 0.5)):

@@ -1,11 +1,13 @@
 """The numerics that formats share, and the layouts of formats, where results are known."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._formats import base
 from eqquant._formats.base import find_levels, is_ours, spans_rows
 from eqquant._formats.layout import make_layout
 from eqquant._formats.names import as_format
@@ -85,14 +87,16 @@ def test_blocks_of_parameters():
 def test_functions_of_chunks_of_rows(chunk):
     """The last chunk overlaps the one before."""
     x, other = jnp.arange(14.0).reshape(1, 7, 2), {"y": jnp.arange(7.0).reshape(1, 7, 1)}
+    rows = set()
 
     def function(first, x, other):
+        rows.add(x.size // 2)
         flat = x.reshape(-1, 2)
         y = 100 * (first + jnp.arange(len(flat))).astype(x.dtype)[:, None] + flat + other["y"].reshape(-1, 1)
         return y.reshape(x.shape), x.astype(jnp.int32)
 
     y, same = batching.map_chunks(function, chunk, x, other)
-    assert y.tolist() == (x + 101 * other["y"]).tolist() and same.tolist() == x.tolist()
+    assert y.tolist() == (x + 101 * other["y"]).tolist() and same.tolist() == x.tolist() and rows == {chunk or 7}
 
 
 def test_axes_of_batches():
@@ -308,4 +312,53 @@ def test_steps_of_codes(format, rule, bias):
 
 
 def test_formats_without_steps():
-    assert find_steps(_Own()) is None and find_steps(eqq.formats.Trellis(1)) is None
+    assert find_steps(_Own()) is None and find_steps(_Pairs()) is None
+
+
+class _Pairs(base.AbstractVectorFormat):
+    """A byte is two bits, minus and plus one."""
+
+    block_size: int | None = eqx.field(static=True, default=None)
+    bits = 4
+    segment = 2
+    levels = (-1.0, 1.0)
+
+    def choose_scale(self, blocks):
+        return blocks.max(axis=-1)
+
+    def packed_length(self, length):
+        return -(-length // 2)
+
+    def decode_row(self, packed, length):
+        signs = jnp.stack([packed & 1, packed >> 1], axis=-1).reshape(*packed.shape[:-1], -1)
+        return signs[..., :length].astype(jnp.float32) * 2 - 1
+
+    def encode_row(self, values, weights=None):
+        signs = (values > 0).astype(jnp.uint8)
+        return signs[..., ::2] | signs[..., 1::2] << 1
+
+
+def test_formats_of_vectors():
+    format, x = _Pairs(), jnp.array([[0.5, -2, 3, 4], [-1, -1, -1, 1]])
+    codes = format.encode_row(x)
+    assert base.round_to_levels(format, x).tolist() == [[1, -1, 1, 1], [-1, -1, -1, 1]]
+    assert base.decode_packed(format, codes, 3).tolist() == [[1, -1, 1], [-1, -1, -1]]
+    assert base.pack_codes(format, codes) is codes
+    assert (base.packed_length(format, 5), base.segment_length(format)) == (3, 2)
+    assert (base.packed_length(eqq.Int4(), 5), base.segment_length(eqq.Int4())) == (3, 128)
+    assert [y.tolist() for y in find_levels(format)] == [[-1, 1], [True, True]]
+    assert make_layout(format, 4).table == ()
+    for use, values in ((format.encode, x), (format.decode, codes)):
+        with pytest.raises(ValueError, match=r"^`format` must have a code for each value.*Got _Pairs"):
+            use(values)
+    with pytest.raises(ValueError, match=r"^layer: `format` must"):
+        format.refuse("layer")
+
+
+def test_names_with_bits():
+    assert as_format("trellis2") == eqq.formats.Trellis(2) and as_format("mlx3") == eqq.formats.MLX(3)
+    with pytest.raises(ValueError, match=r"Construct it: `Trellis\(...\)`, or name its bits: 'trellis2'"):
+        as_format("trellis")
+    for name in ("int42", "nf44"):
+        with pytest.raises(ValueError, match="`argument` must be one of"):
+            as_format(name, "argument")

@@ -228,7 +228,7 @@ def test_ties_of_formats():
 # Layouts
 
 
-class _Doubled(eqq.FP8):
+class _DoubledFP8(eqq.FP8):
     def decode(self, codes):
         return 2 * eqq.FP8.decode(self, codes)
 
@@ -236,7 +236,7 @@ class _Doubled(eqq.FP8):
 class _Nested(eqq.NF4):
     @property
     def scale_format(self):
-        return _Doubled("e4m3")
+        return _DoubledFP8("e4m3")
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,8 @@ def test_what_formats_are():
     assert is_ours(eqq.Int4(), "no_such_method")
     spanning = [eqq.Int4("tensor"), eqq.NVFP4()], [eqq.Int4(), eqq.Int4(None), eqq.NF4(double_quant=True)]
     assert [[spans_rows(format) for format in side] for side in spanning] == [[True] * 2, [False] * 3]
+    single = [eqq.Int8(), eqq.Int4("tensor")], [eqq.Int4(), eqq.NVFP4(), eqq.NF4(None, double_quant=True)]
+    assert [[base.has_one_scale(format) for format in side] for side in single] == [[True] * 2, [False] * 3]
     levels, used = find_levels(eqq.Ternary())
     assert levels.tolist() == [-1, 0, 1, 2] and used.tolist() == [True, True, True, False]
     assert find_levels(eqq.FP8())[1].sum() == 254
@@ -353,6 +355,19 @@ def test_formats_of_vectors():
             use(values)
     with pytest.raises(ValueError, match=r"^layer: `format` must"):
         format.refuse("layer")
+
+
+def test_long_codebooks_are_shown_in_part():
+    assert repr(eqq.Codebook(range(8), 32)) == "Codebook([0, 1, 2, 3, 4, 5, 6, 7], block_size=32)"
+    assert repr(eqq.Codebook(range(9), scale_dtype="float16")) == "Codebook([0, 1, 2, ..., 8], scale_dtype='float16')"
+
+
+def test_dynamic_levels():
+    signed, unsigned = eqq.Dynamic8().codebook, eqq.Dynamic8(False).codebook
+    assert len(set(signed)) == len(set(unsigned)) == 256
+    np.testing.assert_allclose(signed[126:130], [-5.5e-7, 0, 5.5e-7, 3.25e-6], rtol=1e-6)
+    np.testing.assert_allclose(unsigned[:4], np.square([0, 3.25e-7, 7.75e-7, 2.125e-6]), rtol=1e-6)
+    assert eqq.Dynamic8(False).encode(jnp.array([-1, 0, 1e-30])).tolist() == [0, 0, 1]
 
 
 def test_names_with_bits():

@@ -185,7 +185,8 @@ def mutate(path: Path, number: int) -> str:
 
 def tests_of(path: str, instead: str = "") -> list[str]:
     """What pytest is asked to run for a file."""
-    words = shlex.split(instead or next(words for part, words in TESTS.items() if part in path))
+    text = instead or next(words for part, words in TESTS.items() if part in path)
+    words = shlex.split(" ".join(text.split()))
     return [f"tests/{word}" if ".py" in word else word for word in words]
 
 

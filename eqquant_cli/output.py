@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -49,27 +49,24 @@ class Progress:
 
     def __init__(self, what: str, total: int) -> None:
         from rich.console import Console
-        from rich.progress import Progress as Bar
+
+        from eqquant._tree.progress import show_progress
 
         console = Console(stderr=True)
-        self._shows = console.is_terminal
-        self._bar = Bar(console=console, transient=True)
-        self._task = self._bar.add_task(what, total=total)
+        self._bar = show_progress(what, total, console.is_terminal, console=console, transient=True)
         self.worst: tuple[float, str] | None = None
 
     def __enter__(self) -> Progress:
-        if self._shows:
-            self._bar.start()
+        self._advance = self._bar.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._shows:
-            self._bar.stop()
+    def __exit__(self, *error: Any) -> None:
+        self._bar.__exit__(*error)
 
     def advance(self, name: str, before: Values, after: Values) -> None:
         """Advances the bar."""
         del name, before, after
-        self._bar.advance(self._task)
+        self._advance()
 
     def advance_and_measure(self, name: str, before: Values, after: Values) -> None:
         """Advances the bar, and measures the error of a quantized array."""

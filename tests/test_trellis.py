@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from rich.progress import Progress
 
 import eqquant as eqq
 from eqquant._matmul.kernels import cpu, cpu_int8
@@ -248,3 +249,34 @@ def test_a_row_with_nan_leaves_the_others():
         decoded = eqx.filter_jit(eqq.quantize)(w, "trellis2", method=method).dequantize()
         assert jnp.isnan(decoded[1]).all()
         assert jnp.isfinite(decoded[jnp.array([0, 2])]).all()
+
+
+@pytest.mark.parametrize("kind", ["rounding", "GPTQ", "GPTQ with gradients", "sequentially"])
+def test_progress_within_an_array(kind, monkeypatch, getkey):
+    """The bar advances with the rows of each array, and codes are the same."""
+    steps, update = [], Progress.update
+
+    def record(bar, task, *, completed, **options):
+        update(bar, task, completed=completed, **options)
+        steps.append(completed)
+
+    monkeypatch.setattr(Progress, "update", record)
+    monkeypatch.setattr("eqquant._array.quantize._CHUNK_SIZE", 25 * 96)
+    model = {name: weights(getkey(), (96, 96)) for name in ("up", "down")}
+    batches, apply = [jr.normal(getkey(), (128, 96))], lambda m, x: jnp.tanh(x @ m["up"].T) @ m["down"].T
+
+    def quantize(progress: bool):
+        if kind == "sequentially":
+            return eqq.quantize_sequentially(model, batches, "trellis1", eqq.GPTQ(), apply=apply, progress=progress)
+        gradients = kind == "GPTQ with gradients"
+        stats = eqq.calibrate.collect_stats(model, batches, apply=apply, gram=True, gradients=gradients)
+        method = None if kind == "rounding" else eqq.GPTQ(stats)
+        return eqq.quantize_tree(model, "trellis1", method=method, progress=progress)
+
+    silent = quantize(False)
+    assert not steps
+    shown = quantize(True)
+    for name in model:
+        assert_same(shown[name], silent[name])
+    assert steps == sorted(steps) and steps[-1] == 2
+    assert all(sum(n < step < n + 1 for step in steps) >= 2 for n in range(2))

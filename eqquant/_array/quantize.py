@@ -20,6 +20,7 @@ from .._methods.encode import quantize_packed
 from .._methods.grid import ScaleBits
 from .._numerics import packing
 from .._numerics.axes import as_axes, as_axis, logical_order, memory_order
+from .._numerics.batching import is_watched
 from .array import QuantizedArray
 from .checks import (
     as_method,
@@ -192,11 +193,11 @@ def quantize_array(
     on_mesh = full_spec(sharding, x.ndim) if isinstance(sharding, NamedSharding) else None
     # A loop over chunks would gather an array that is sharded.
     alone = isinstance(x, jax.Array) and actual is not None and len(actual.device_set) == 1 and on_mesh is None
-    q = _quantize(x, format, method, key, axes, on_mesh, alone)
+    q = _quantize(x, format, method, key, axes, on_mesh, alone, is_watched())
     return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
 
 
-@ft.partial(jax.jit, static_argnames=("axes", "sharding", "chunked"))
+@ft.partial(jax.jit, static_argnames=("axes", "sharding", "chunked", "watched"))
 def _quantize(
     x: Array,
     format: AbstractFormat,
@@ -205,7 +206,9 @@ def _quantize(
     axes: tuple[int, ...],
     sharding: NamedSharding | None,
     chunked: bool,
+    watched: bool,
 ) -> QuantizedArray:
+    del watched  # programs that report progress are compiled apart
     encode = ft.partial(_encode_array, axes=axes, chunked=chunked)
     mesh = explicit_mesh(x)
     if mesh is not None:

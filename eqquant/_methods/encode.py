@@ -3,6 +3,7 @@
 On CPU it is native code; everywhere else it is operations of XLA.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from .._formats.steps import find_steps
 from .._native import calls
 from .._native.encoding import Scaling
 from .._native.lowering import lower_on_cpu
-from .._numerics.batching import map_chunks
+from .._numerics.batching import Index, map_chunks, report_row
 from .._numerics.blocks import divide
 from .._numerics.primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
 from .._types import PyTreeDef
@@ -58,8 +59,13 @@ def encode_packed(
 def by_xla(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> Array:
     """Encodes by operations of XLA."""
     rows, grid = jtu.tree_unflatten(tree, args)
-    codes = map_chunks(lambda _, x, grid: encode_by(x.astype(jnp.float32), grid, format)[0], chunk, rows, grid)
-    return pack_codes(format, codes)
+    count = math.prod(rows.shape[:-1])
+
+    def encode(first: Index, rows: Array, grid: Grid) -> Array:
+        report_row(first, count)
+        return encode_by(rows.astype(jnp.float32), grid, format)[0]
+
+    return pack_codes(format, map_chunks(encode, chunk, rows, grid))
 
 
 def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray, UInt8
 
 from .._formats.base import AbstractFormat, AbstractSequenceFormat, Scales
-from .._numerics.batching import Index
+from .._numerics.batching import Index, report_row
 from .._numerics.blocks import dequantize_blocks, divide
 from .absmax import AbsMax
 from .base import AbstractMethod, AbstractScaleMethod
@@ -198,6 +198,7 @@ def _find_by_rows(
     upper = _pad_with_identity(outputs.upper, padding)
 
     def find_some(errors: Array, first: Index) -> tuple[Array, Array]:
+        report_row(first, count)
         part = lambda x: jax.lax.dynamic_slice_in_dim(x, first, ROWS, axis=1)
         above, levels = part(upper), jax.tree.map(part, grid)
         corrected = part(columns) - jnp.matmul(errors, above, precision=HIGHEST)

@@ -1,5 +1,6 @@
 """Gram matrices for methods: that of the inputs, the mean of $x x^T$, weighs errors."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from .._numerics.batching import Index, map_chunks, vmap_leading
+from .._numerics.batching import Index, map_chunks, report_row, vmap_leading
 from .._types import PyTree
 from .statistics import Inputs, statistic
 
@@ -54,9 +55,10 @@ def map_layers(
     """
 
     def compute(grams: Sequence[Array], *arrays: PyTree) -> PyTree:
-        prepared = prepare(*grams)
+        prepared, count = prepare(*grams), math.prod(arrays[0].shape[:-1])
 
-        def compute_rows(_: Index, *arrays: PyTree) -> PyTree:
+        def compute_rows(first: Index, *arrays: PyTree) -> PyTree:
+            report_row(first, count)
             *batch, _ = arrays[0].shape
             found = function(prepared, *jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]).T, arrays))
             return jax.tree.map(lambda x: x.T.reshape(*batch, len(x)), found)

@@ -1,7 +1,8 @@
-"""Maps functions over batch axes, and computes them a chunk of rows at a time."""
+"""Maps functions over batch axes, and computes chunks of rows one after the other."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
@@ -48,3 +49,35 @@ def map_chunks(function: Callable[..., T], chunk: int | None, *arrays: PyTree) -
     empty = jax.tree.map(lambda a: jnp.zeros((rows, *a.shape[1:]), a.dtype), part)
     done = jax.lax.fori_loop(0, -(-rows // chunk), write, empty)
     return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), done)
+
+
+# Progress
+
+_watchers: list[Callable[[float], object]] = []
+
+
+@contextlib.contextmanager
+def watch_rows(report: Callable[[float], object]) -> Iterator[None]:
+    """Calls `report` with the share of rows that are done, while an array is quantized."""
+    _watchers.append(report)
+    try:
+        yield
+    finally:
+        jax.effects_barrier()
+        _watchers.remove(report)
+
+
+def is_watched() -> bool:
+    """Returns whether a program that is traced now reports its rows."""
+    return bool(_watchers)
+
+
+def report_row(row: Index, rows: int) -> None:
+    """Reports that a loop over rows has come to `row`, when the program runs."""
+    if is_watched() and not isinstance(row, int):
+        jax.debug.callback(_report, row, rows)
+
+
+def _report(row: Array, rows: Array) -> None:
+    for report in _watchers[-1:]:
+        report(int(row) / int(rows))

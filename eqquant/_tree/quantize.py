@@ -9,7 +9,6 @@ import jax
 import jax.random as jr
 from jax.sharding import NamedSharding
 from jaxtyping import DTypeLike, PRNGKeyArray
-from rich.progress import track
 
 from .._array.array import QuantizedArray
 from .._array.checks import as_jax_array, as_method, check_dtype, check_finite, check_vectors, MethodLike
@@ -28,6 +27,7 @@ from .decide import decide, decide_activations, Decision, FormatRules
 from .leaves import replace_leaves
 from .missing import find_unused_note, is_lookup, join_errors, warn_of_unused
 from .placement import current_sharding, move, resolve_shardings, Shardings
+from .progress import show_progress
 from .report import TreeReport
 from .select import Where
 from .sizes import dense_nbytes, quantize_struct
@@ -156,18 +156,20 @@ def quantize_tree(
     keys = dict(zip(indices, [None] * len(indices) if key is None else jr.split(key, len(indices)), strict=True))
     values = [move(d.leaf.value, None if d.format else s) for d, s in zip(decisions, wanted, strict=True)]
     results: dict[Hashable, QuantizedArray | FakeQuantizedArray] = {}  # a shared array is quantized once
-    for n in track(indices, "Quantizing") if progress else indices:
-        decision = decisions[n]
-        same = (id(decision.leaf.value), decision.format, decision.axes, wanted[n], id(decision.method))
-        if same not in results:
-            check_vectors(decision.format, methods[n], keys[n], decision.leaf.path)
-            encode = (
-                ft.partial(fake_quantize_array, learn_scales=learn_scales, method=methods[n])
-                if simulate
-                else ft.partial(quantize_array, key=keys[n], method=methods[n])
-            )
-            results[same] = _quantize_leaf(decision, encode, dtype, wanted[n])
-        values[n] = results[same]
+    with show_progress("Quantizing", len(indices), progress) as advance:
+        for n in indices:
+            decision = decisions[n]
+            same = (id(decision.leaf.value), decision.format, decision.axes, wanted[n], id(decision.method))
+            if same not in results:
+                check_vectors(decision.format, methods[n], keys[n], decision.leaf.path)
+                encode = (
+                    ft.partial(fake_quantize_array, learn_scales=learn_scales, method=methods[n])
+                    if simulate
+                    else ft.partial(quantize_array, key=keys[n], method=methods[n])
+                )
+                results[same] = _quantize_leaf(decision, encode, dtype, wanted[n])
+            values[n] = results[same]
+            advance()
     return replace_leaves(tree, [add_activations(d, x, learn_scales) for d, x in zip(decisions, values, strict=True)])
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, DTypeLike
-from rich.progress import Progress
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import as_method, check_dtype
@@ -24,6 +23,7 @@ from .._tree.batches import Apply, as_apply, as_batches
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._tree.missing import join_errors, warn_of_unused
+from .._tree.progress import show_progress
 from .._tree.quantize import add_activations, quantize_leaf
 from .._tree.select import Where
 from .._types import PyTree
@@ -123,17 +123,16 @@ def quantize_sequentially(
     methods = _prepare_methods(state, runner, default)
     lookups = [_Stage([n]) for n in state.owners if n not in runner.places]
     stages = lookups + _order_stages(runner.places, runner.observers)
-    with Progress(disable=not progress) as bar:
-        task = bar.add_task("Quantizing", total=len(stages))
+    with show_progress("Quantizing", sum(len(stage.indices) for stage in stages), progress) as advance:
         for stage in stages:
-            bar.update(task, description=_describe_stage(stage, state.decisions))
+            advance(0, _describe_stage(stage, state.decisions))
             if stage.indices[0] in runner.places:
                 runner.observe(stage)
             for n in stage.indices:
                 observer = runner.observers[n]
                 method_with_stats = _add_statistics(methods[n], state.decisions[n].leaf, observer)
                 state.quantize(n, stage.layer, method_with_stats, observer, correction)
-            bar.advance(task)
+                advance()
             if after_each is not None and not state.unfinished:
                 after_each(rewrap(state.build_model()))
     return rewrap(state.build_model())

@@ -40,6 +40,7 @@ EXAMPLES = [
     "custom_method.py",
     "scan_layers.py",
     "digits_cnn.py",
+    "two_bits.py",
     "quantize_minilm.py",
     "plan_minilm.py",
     "qat_digits.py",

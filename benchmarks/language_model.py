@@ -5,7 +5,8 @@
 
 The text is the part of Python's documentation that the model did not see. Divergence and agreement compare with the
 float model: the Kullback-Leibler divergence of the next token in nats, and how often the likeliest token is the same.
-`--smoke` takes little text; `--only` names formats; `--llama-bench` is the program of llama.cpp to time beside.
+`--smoke` takes little text; `--only` names formats, `--methods` methods, of which `"GPTQ, distilled"` trains scales for
+one pass over the text that the model saw; `--llama-bench` is the program of llama.cpp to time beside.
 """
 
 import argparse
@@ -54,6 +55,7 @@ FORMATS = {
     "q3_k": eqq.formats.Q3_K(),
     "int2": eqq.Int2(32),
     "q2_k": eqq.formats.Q2_K(),
+    "trellis2": eqq.formats.Trellis(2),
 }
 AFFINE = eqq.Int4(32, symmetric=False)
 CACHES: dict[str, dict[str, Any]] = {
@@ -81,8 +83,11 @@ METHODS: dict[str, eqq.extend.AbstractMethod | None] = {
     "rounding": None,
     "MSE": eqq.MSE(),
     "HQQ": eqq.HQQ(),
-    "GPTQ": eqq.GPTQ(),
+    "GPTQ": eqq.GPTQ(),  # layer by layer
+    "GPTQ at once": eqq.GPTQ(),
+    "GPTQ, distilled": eqq.GPTQ(),
 }
+USUAL = ["rounding", "MSE", "HQQ", "GPTQ"]
 CONTEXT = 256
 
 
@@ -102,6 +107,10 @@ def compute_logits(
     return jax.nn.log_softmax(model(ids, empty)[0])
 
 
+def compute_divergence(logits: Float[Array, "*shape"], expected: Float[Array, "*shape"]) -> Float[Array, ""]:
+    return jnp.mean(jnp.sum(jnp.exp(expected) * (expected - logits), axis=-1))
+
+
 class Bench:
     """The float model, the text, and the logits of the model."""
 
@@ -109,7 +118,8 @@ class Bench:
         self.model = load(eqq.io.open(folder))
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         seen, held_out = (np.asarray(self.tokenizer.encode(text).ids, np.int32) for text in texts())
-        self.calibration = [jnp.asarray(x[None, :-1]) for x in windows(seen, CONTEXT)[:: max(1, 400 // count)][:count]]
+        self.seen = [jnp.asarray(x[None, :-1]) for x in windows(seen, CONTEXT)]
+        self.calibration = self.seen[:: max(1, 400 // count)][:count]
         inside = windows(held_out, CONTEXT)[:count]
         self.text = jnp.asarray(inside)
         self.nbytes = len(self.tokenizer.decode(inside[:, 1:].reshape(-1).tolist()).encode())
@@ -123,16 +133,25 @@ class Bench:
         logits = self._logits(model, **cache)
         told = jnp.take_along_axis(logits, self.text[:, 1:, None], axis=-1)
         bits = -float(told.sum()) / np.log(2)
-        divergence = jnp.sum(jnp.exp(self.expected) * (self.expected - logits), axis=-1)
+        divergence = compute_divergence(logits, self.expected)
         same = jnp.argmax(self.expected, -1) == jnp.argmax(logits, -1)
-        return Measured(bits / told.size, bits / self.nbytes, float(divergence.mean()), float(same.mean()))
+        return Measured(bits / told.size, bits / self.nbytes, float(divergence), float(same.mean()))
 
     def quantize(self, format: eqq.extend.AbstractFormat, method: str) -> Llama:
+        """Models for a trellis are rotated first."""
+        model = eqq.transforms.rotate(self.model) if isinstance(format, eqq.formats.Trellis) else self.model
+        if method == "GPTQ at once":
+            stats = eqq.calibrate.collect_stats(model, self.calibration, apply=compute_logits, gram=True)
+            return eqq.quantize_tree(model, format, method=eqq.GPTQ(stats))
+        if not method.startswith("GPTQ"):
+            return eqq.quantize_tree(model, format, method=METHODS[method])
+        q = eqq.quantize_sequentially(model, self.calibration, format, METHODS[method], apply=compute_logits)
         if method == "GPTQ":
-            return eqq.quantize_sequentially(
-                self.model, self.calibration, format, METHODS[method], apply=compute_logits
-            )
-        return eqq.quantize_tree(self.model, format, method=METHODS[method])
+            return q
+        training = [x for n, x in enumerate(self.seen) if n % 16]
+        return eqq.distill(
+            q, model, training, held_out=self.seen[::16], apply=compute_logits, loss=compute_divergence, passes=1
+        )
 
 
 def make_row(found: Measured) -> tuple[str, ...]:
@@ -290,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=12, help="of `--random`")
     parser.add_argument("--tables", nargs="*", default=["formats", "activations", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS, help="of the first table")
+    parser.add_argument("--methods", nargs="*", default=USUAL, choices=METHODS, help="of the first table")
     parser.add_argument("--windows", type=int, default=32, help=f"how many windows of {CONTEXT} tokens to measure on")
     parser.add_argument("--llama-bench", help="the program llama-bench, to time llama.cpp on the same weights")
     parser.add_argument("--smoke", action="store_true", help="little text, and two formats")

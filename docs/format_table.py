@@ -230,8 +230,9 @@ def methods() -> str:
 
 # What the mixes of `benchmarks/accuracy.py` are: linear layers, those with more bits, and words.
 MIXES = {
-    "trellis 2.04": "trellis2, words too; rotated; GPTQ",
-    "trellis 3.04": "trellis3, words too; rotated; GPTQ with gradients",
+    "trellis 2.04": "trellis2, words too; rotated; GPTQ with gradients",
+    "trellis 3.04": "trellis3, the same",
+    "trellis 4.04": "trellis4, the same",
     "2.57": "3 bits; words 2, weighed",
     "3.30": "NF4, value and output 5; words 2, weighed",
     "3.78": "NF4, value and output 5; words 3",

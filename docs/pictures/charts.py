@@ -88,15 +88,17 @@ def accuracy(theme: Theme) -> Any:
     recipes = {name: r for name, r in ACCURACY["recipes"].items() if name[0].isdigit()}
     mixes = {name: r for name, r in recipes.items() if name.endswith("seed 0")}
     informed = [rounds for name, rounds in mixes.items() if "no data" not in name]
+    trellises = [r for name, r in ACCURACY["recipes"].items() if name.startswith("trellis") and name.endswith("seed 0")]
     for label, style, color, rounds in (
         ("a mix, no data", "^", theme.green, [r[0] for name, r in mixes.items() if "no data" in name]),
         ("a mix, 128 sentences", "s-", theme.red, [r[0] for name, r in recipes.items() if "128 sentences" in name]),
         ("a mix, 511 sentences", "o:", theme.blue, [r[0] for r in informed]),
         ("the same, then distill", "o-", theme.blue, [r[1] for r in informed if len(r) > 1]),
+        ("a trellis, then distill", "*-", theme.green, [r[1] for r in trellises if len(r) > 1]),
     ):
         points = sorted((row["bits"], 1 - row["cosine"]) for row in rounds)
         ax.plot(*zip(*points, strict=True), style, color=color, markersize=5, label=label)
-    ax.set_xlim(2.2, 8.6)
+    ax.set_xlim(1.9, 8.6)
     ticks = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.yaxis.set_minor_locator(NullLocator())

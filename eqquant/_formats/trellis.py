@@ -58,6 +58,9 @@ class Trellis(AbstractSequenceFormat):
     scale_dtype: StoredFloat = eqx.field(static=True, default="bfloat16")  # pyright: ignore
     segment = trellis.SEGMENT
 
+    def __init__(self, bits: int, block_size: BlockSize = None, scale_dtype: StoredFloat = "bfloat16") -> None:
+        self.bits, self.block_size, self.scale_dtype = bits, block_size, scale_dtype  # pyright: ignore
+
     def __check_init__(self) -> None:
         check_stored_float(self)
         if type(self.bits) is not int or self.bits not in (1, 2, 3, 4):

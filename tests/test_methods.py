@@ -479,8 +479,8 @@ def test_chunks_never_change_the_result(contract_row, shape, chunk):
     quantize = jax.jit(lambda rows, chunk: eqq.AbsMax().quantize_rows(rows, format, chunk=chunk), static_argnums=1)
     whole, parts = quantize(rows, None), quantize(rows, chunk)
     # A mean magnitude is a sum, which XLA may take in another order.
-    of_means = isinstance(format, eqq.Ternary | eqq.Binary)
-    same = np.testing.assert_allclose if of_means else np.testing.assert_array_equal
+    takes_means = isinstance(format, eqq.Ternary | eqq.Binary)
+    same = np.testing.assert_allclose if takes_means else np.testing.assert_array_equal
     jtu.tree_map(lambda a, b: same(np.asarray(a), np.asarray(b)), parts, whole)
 
 

@@ -159,7 +159,7 @@ SIDES, ABOVE = [-3.0, 1.0, 0.5, 6.0], [1.0, 2.0, 6.0, 3.0]
 
 
 @pytest.mark.parametrize(
-    "name, of_sides, of_above, first, last, nested",
+    "name, sides, above, first, last, nested",
     [
         # The scale and the offset of either block, the values of both ends, the bits and the block size of scales.
         ("q4_0", (6 / -8, None), (6 / -8, None), -8, 7, None),
@@ -181,9 +181,9 @@ SIDES, ABOVE = [-3.0, 1.0, 0.5, 6.0], [1.0, 2.0, 6.0, 3.0]
         ("dynamic8", (6, None), (6, None), np.float32(-0.99296875), 1, None),
     ],
 )
-def test_rules_of_formats(name, of_sides, of_above, first, last, nested):
+def test_rules_of_formats(name, sides, above, first, last, nested):
     format = as_format(name)
-    for block, (scale, offset) in ((SIDES, of_sides), (ABOVE, of_above)):
+    for block, (scale, offset) in ((SIDES, sides), (ABOVE, above)):
         found = format.choose_scale(jnp.array([block]))
         np.testing.assert_allclose(np.asarray(found), [scale], rtol=2e-7)
         if offset is not None:

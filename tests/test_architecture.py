@@ -453,6 +453,7 @@ def test_a_concrete_method_is_never_overridden():
         "__repr__",
         "__str__",
         "__rich__",
+        "__subclasshook__",
     }
     overridden = [
         f"{cls.__name__}.{name} overrides that of {base.__name__}"

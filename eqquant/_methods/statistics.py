@@ -15,11 +15,17 @@ from jaxtyping import Array, ArrayLike, Float32
 class Statistics(Protocol):
     """The statistics of one weight that methods read: a `LeafStats` of `calibrate`."""
 
-    shape: tuple[int, ...]
-    axis: int | tuple[int, ...] | None
-    note: str
-    second_moment: np.ndarray | None
-    gram: np.ndarray | None
+    # Read alone, so that classes may be frozen.
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axis(self) -> int | tuple[int, ...] | None: ...
+    @property
+    def note(self) -> str: ...
+    @property
+    def second_moment(self) -> np.ndarray | None: ...
+    @property
+    def gram(self) -> np.ndarray | None: ...
 
 
 class InputsError(ValueError):

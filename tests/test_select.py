@@ -154,6 +154,16 @@ def test_copies_nothing(getkey):
     assert eqq.explain_matmul(x, eqq.take_layer(layers.linear.weight, 0)).implementation == "cpu"
 
 
+@pytest.mark.parametrize("index", [1, np.array([0, 2, 2])], ids=["one", "several"])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_products_are_traced_with_the_stack(index, axis):
+    q = eqq.quantize(jnp.ones((3, 64, 64)), "int8", axis=axis)
+    for multiply in (lambda x, w: x @ w, lambda x, w: x @ w.mT, lambda x, w: w @ x):
+        traced = jax.make_jaxpr(lambda x: multiply(x, eqq.take_layer(q, index)))(jnp.ones((64, 64)))
+        (product,) = [e for e in traced.eqns if e.primitive.name == "quantized_matmul"]
+        assert "SelectedArray" in str(product.params["w_tree"])
+
+
 def test_on_several_devices(getkey):
     """Products that devices share take the arrays out of the stack."""
     q, x = eqq.quantize(weights(getkey(), (3, 16, 64)), "nf4"), weights(getkey(), (8, 64))

@@ -310,6 +310,7 @@ FLOAT64, CODES = jnp.dtype(jnp.float64), {"format": eqq.Int8(), "activations": e
         (CODES | {"transpose": True}, "float32 x float32 (decoded), sums in float32", "the sum runs across the blocks"),
         (CODES | {"dtype": FLOAT64}, "float64 x float64 (decoded), sums in float64", "float64 holds more than codes"),
         (CODES | {"format": eqq.NF4()}, "float32 x float32 (decoded), sums in float32", "the levels of NF4() are not"),
+        (CODES | {"activations": eqq.formats.Trellis(2)}, "float32 x float32 (decoded), sums in float32", "Trellis"),
         (CODES | {"format": eqq.Int8(8)}, "float32 x float32 (decoded), sums in float32", "too few codes share both"),
         (
             {"format": eqq.FP8(), "activations": eqq.FP8("e5m2")},
@@ -350,6 +351,8 @@ def test_refusals(platform, name, changes, why):
 
 def test_symbolic_rows_take_xla():
     assert dispatch.choose(TargetDevice("cuda"), PROBLEM._replace(m="rows", format=eqq.Int8()), None)[0] == "xla"
+    name, why = dispatch.choose(TargetDevice("cpu"), PROBLEM._replace(m="rows"), None)
+    assert name == "xla" and ("never fuses a decode" in why or native.isa() == "generic")
 
 
 @pytest.mark.parametrize("x_format, w_format", [("nvfp4", "mxfp4"), ("fp8", "fp8")])

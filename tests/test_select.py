@@ -82,6 +82,8 @@ def test_nested_selection(getkey):
     close(eqq.take_layer(layer, chosen) @ x[0], dense[1][chosen] @ x[0])
     close(jax.jit(lambda n: eqq.take_layer(eqq.take_layer(stack, n), 2) @ x.T)(2), dense[2, 2] @ x.T)
     close(eqq.take_layer(eqq.take_layer(stack, jnp.array([2, 0])), 1).dequantize(), dense[0])
+    columns = eqq.quantize(dense, "nf4", axis=-2)
+    close(eqq.take_layer(eqq.take_layer(columns, 1), 2).dequantize(), columns[1, 2])
 
 
 @pytest.mark.long

@@ -77,7 +77,7 @@ TESTS = {
     "kernels/cpu": "test_cpu_matmul.py --every 30",
     "kernels/xla.": "test_dispatch.py test_matmul.py -k 'xla_on_gpu or dtypes or derivatives' --every 6",
     "_matmul/dispatch": """test_dispatch.py test_activations.py test_select.py
-        -k 'pref or forc or prec or types or refus or symbolic or small_floats or several_indices'""",
+        -k 'pref or forc or prec or types or refus or symbolic or small_floats or few_rows_mult or several_indices'""",
     "_matmul/explain": "test_matmul.py test_activations.py -k explain",
     "_matmul/problem": "test_matmul.py test_activations.py test_dispatch.py -k 'explain or pref'",
     "_matmul/selected": "test_select.py -k 'not devices and not training'",

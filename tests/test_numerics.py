@@ -324,6 +324,7 @@ class _Pairs(base.AbstractVectorFormat):
     bits = 4
     segment = 2
     levels = (-1.0, 1.0)
+    codec = None
 
     def choose_scale(self, blocks):
         return blocks.max(axis=-1)

@@ -33,7 +33,8 @@ struct Rows {
     p.weights = weights.data();
     p.feedback = corrections.empty() ? nullptr : corrections.data();
     p.y = packed.data();
-    p.n = p.rows = n;
+    p.n = n;
+    p.rows = corrections.empty() ? n : n * k * k / static_cast<int64_t>(corrections.size());
     p.k = k;
     p.words = words();
     p.bits = bits;
@@ -162,5 +163,14 @@ void add_trellis_tests() {
     last.weights.assign(rows.weights.begin() + 400, rows.weights.end());
     const std::vector<uint8_t> all = rows.encode(isa), one = last.encode(isa);
     if (!std::equal(one.begin(), one.end(), all.begin() + 2 * rows.words())) fail("another row changes its codes");
+  });
+  test("trellis/each matrix has its own feedback", [](const Isa& isa) {
+    Rows both(4, 50, 2, true), last(2, 50, 2, true);
+    for (float& number : last.corrections) number = -number;
+    last.values.assign(both.values.begin() + 100, both.values.end());
+    last.weights.assign(both.weights.begin() + 100, both.weights.end());
+    both.corrections.insert(both.corrections.end(), last.corrections.begin(), last.corrections.end());
+    const std::vector<uint8_t> all = both.encode(isa), one = last.encode(isa);
+    if (!std::equal(one.begin(), one.end(), all.begin() + 2 * both.words())) fail("another matrix changes its codes");
   });
 }

@@ -62,6 +62,9 @@ WAYS = {
     "inputs in another order": lambda w, x: jnp.einsum(
         "oij,bji->bo", w.reshape(8, 3, 4), x.reshape(7, 3, 4).swapaxes(1, 2)
     ),
+    "inputs split twice": lambda w, x: jnp.einsum(
+        "oijk,bijk->bo", w.reshape(8, 4, 3).reshape(8, 2, 2, 3), x.reshape(7, 2, 2, 3)
+    ),
     "reversed": lambda w, x: x[:, ::-1] @ w[:, ::-1].T,
     "padded axes": lambda w, x: x @ w[None, :, None].squeeze((0, 2)).T,
     "broadcast": lambda w, x: jnp.matmul(jnp.broadcast_to(w, (7, 8, 12)), x[..., None])[..., 0],
@@ -180,6 +183,14 @@ def test_experts_see_the_tokens_that_reach_them():
         close(leaf.min[2], np.asarray(inputs()[chosen == 2]).min(axis=0))
         q = eqq.quantize(experts, "int4", method=eqq.GPTQ(leaf))
         assert jnp.isfinite(q.dequantize()).all()
+
+
+def test_extremes_are_of_the_tokens_that_reach_an_expert():
+    x = np.where(np.arange(12) < 6, 1, -1) * (1 + np.abs(inputs()))  # all inputs are far from zero
+    run = lambda w, x: lax.ragged_dot(x, w, jnp.asarray([4, 3]))
+    leaf, parts = collect_stats(normal(2, 12, 5), [x], apply=run)["the array"], (x[:4], x[4:])
+    close(leaf.min, np.stack([part.min(axis=0) for part in parts]))
+    close(leaf.max, np.stack([part.max(axis=0) for part in parts]))
 
 
 def test_every_expert_for_every_token():

@@ -50,6 +50,17 @@ def test_convolutions_multiply_integers(groups, channels, size, format, getkey):
     np.testing.assert_allclose(y, sums * (s * t.T)[:, :, None, None], rtol=1e-6, atol=1e-9)
 
 
+def test_large_sums_with_zero_points_are_exact(getkey):
+    """Sums over half of the channels exceed 2^24; both halves together are small."""
+    near_one = lambda *shape: 1 + 0.01 * np.asarray(weights(getkey(), shape))
+    x, signs = jnp.asarray(near_one(1, 128, 4, 4)), np.repeat([1, -1], 64)[:, None, None]
+    q = eqq.quantize(jnp.asarray(signs * near_one(6, 128, 4, 4), jnp.float32), eqq.Int8(), axis=(1, 2, 3))
+    convolve = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "VALID")
+    y = jax.jit(eqq.quaxify(convolve))(x, eqq.arrays.ActivationQuantizedArray(q, AFFINE)).reshape(6)
+    (a, s), (b, t) = split_integers(eqq.quantize(x.reshape(1, -1), AFFINE)), split_integers(q)
+    np.testing.assert_allclose(y, b.reshape(6, -1) @ a.reshape(-1) * (s * t)[:, 0], rtol=1e-6)
+
+
 @pytest.mark.long
 def test_explanation_of_convolutions(getkey):
     """On CPU codes are floats, elsewhere int8; with blocks or small floats the values are decoded."""

@@ -208,6 +208,28 @@ def test_all_readers_of_a_stream_must_be_selected(model):
         )
 
 
+PRODUCTS = {"@": lambda m, x: x @ m["w"].T, "einsum": lambda m, x: jnp.einsum("bi,oi->bo", x, m["w"])}
+
+
+@pytest.mark.parametrize("collect", ["statistics", "gradients", "sequential"])
+def test_einsum_has_the_statistics_of_the_rotated_inputs(collect):
+    """Not those of the product by which a dense copy is rotated back."""
+    model = eqq.transforms.rotate({"w": weights(jr.key(0), (16, 32))})
+    batches = [weights(jr.key(n), (40, 32)) * jnp.arange(1.0, 33)[None] for n in (1, 2)]
+
+    def compute(apply):
+        if collect == "sequential":
+            return eqq.quantize_sequentially(model, batches, "int3", eqq.GPTQ(), apply=apply)
+        stats = eqq.calibrate.collect_stats(model, batches, apply=apply, gram=True, gradients=collect == "gradients")
+        (leaf,) = stats.leaves
+        assert leaf.note == "" and leaf.max.max() > 20
+        return leaf.gram
+
+    found, expected = (jax.tree.leaves(compute(apply)) for apply in PRODUCTS.values())
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-3)
+
+
 def test_errors(model):
     with pytest.raises(ValueError, match=r"Got layers.0.attention_norm.weight, whose layer subtracts the mean"):
         eqq.transforms.rotate(Model(lambda size: eqx.nn.LayerNorm(size, use_bias=False)), fold=FOLD)

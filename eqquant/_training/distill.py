@@ -352,7 +352,10 @@ def _make_trainable(leaf: Leaf, codes: bool) -> _TrainableFloats | _TrainableQua
     """Returns the trainable form of a leaf, or `None` for a leaf that is not trained."""
     x = leaf.value
     if is_quantized(x) and isinstance(x.format, AbstractVectorFormat) and codes:
-        x.format.refuse(leaf.path)
+        raise ValueError(
+            f'{leaf.path}: `train` must be "scales" for {x.format!r}, whose codes stand for several values and have no '
+            'neighbors. Got "codes". `eqq.quantize_tree` finds its codes, best with `method=eqq.GPTQ(stats)`.'
+        )
     if is_quantized(x):
         part = _TrainableQuantized(x, codes)
         return part if part.start() else None

@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._array.value import AbstractArrayValue
+from .._matmul.quaxify import quaxify
 from .._methods.fingerprint import fingerprint
 from .._tree.batches import Apply, as_apply, as_batches
 from .._tree.leaves import abbreviate_list, Leaf
@@ -128,7 +129,7 @@ def collect_stats(
         )
     make = lambda leaf: WeightObserver(leaf.path, tuple(leaf.value.shape), threshold, gram, calibrator=calibrator)
     observers = make_observers(_select_weights(model, where), make)
-    run = as_apply(apply)
+    run = multiply_mapped(as_apply(apply), model)
     sums = Gradients(eqx.filter_jit(run), model, observers, lookups, gradients)
     data = sums.after_each(as_batches(batches))
     count = observe_batches(ObservedFunction(run, observers, is_weight), model, data, observers)
@@ -189,6 +190,15 @@ def observe_batches(
     if count == 0:
         raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
     return count
+
+
+def multiply_mapped(run: Apply, model: PyTree) -> Apply:
+    """Returns the function with products of the arrays inside input transforms.
+
+    `einsum` would see a dense copy of such an array, which is a product of its own: with the matrix of a rotation.
+    """
+    is_mapped = lambda x: isinstance(x, AbstractMappedArray)
+    return quaxify(run) if any(map(is_mapped, jtu.tree_leaves(model, is_leaf=is_mapped))) else run
 
 
 def is_weight(x: object) -> TypeGuard[AbstractArrayValue]:

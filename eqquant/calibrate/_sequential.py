@@ -28,7 +28,7 @@ from .._tree.quantize import add_activations, quantize_leaf
 from .._tree.select import Where
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray, with_weight
-from ._collect import explain_unseen, is_weight, make_stats, observe_batches
+from ._collect import explain_unseen, is_weight, make_stats, multiply_mapped, observe_batches
 from ._dataflow import find_places, Place
 from ._observers import ObservedFunction, WeightObserver
 from ._stats import LeafStats, PER_LAYER
@@ -118,7 +118,7 @@ def quantize_sequentially(
     reference_leaves = (
         state.dense.copy() if float_model is None else _dequantize_leaves(_unwrap_activations(float_model)[0], model)
     )
-    runner = _StageRunner(state, reference_leaves, as_apply(apply), data, correction)
+    runner = _StageRunner(state, reference_leaves, multiply_mapped(as_apply(apply), model), data, correction)
     state.decisions = [_use_observed_axes(d, runner.axes.get(n)) for n, d in enumerate(state.decisions)]
     methods = _prepare_methods(state, runner, default)
     lookups = [_Stage([n]) for n in state.owners if n not in runner.places]

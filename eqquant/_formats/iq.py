@@ -10,7 +10,7 @@ the values of ggml, bit for bit.
 import abc
 import itertools as it
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -29,6 +29,7 @@ from .grids import VectorGrid
 
 # The codes of rows by the names of `CodePart`, each an array `(*batch, codes)` of int32.
 _Codes = Mapping[str, Array]
+_Parts: TypeAlias = "tuple[CodePart, ...]"
 
 
 class _OddMultiples(AbstractFormat):
@@ -74,7 +75,7 @@ class AbstractGridFormat(AbstractVectorFormat):
     step: ClassVar[int] = 1  # values are `step` times the numbers of the grid
     even: ClassVar[bool] = False  # whether an even number of eight signs is negative, so that seven are stored
     # The parts of a segment, in the order of its bytes.
-    parts: ClassVar[tuple[CodePart, ...]]
+    parts: ClassVar[_Parts]
     # How many values share signs or a shift, and so are encoded together.
     together: ClassVar[int] = 8
     # The mean magnitude of normally distributed values, in units of their best scale.
@@ -301,7 +302,7 @@ class IQ2_XXS(AbstractSignedGrid):
 
     bits = 2
     grid: ClassVar[VectorGrid] = grids.IQ2_XXS
-    parts = (CodePart("index", 8, 8), CodePart("signs", 7, 8))
+    parts: ClassVar[_Parts] = (CodePart("index", 8, 8), CodePart("signs", 7, 8))
     even = True
     mean_level: ClassVar[float] = 17.5
     reach: ClassVar[float] = 1.3
@@ -325,7 +326,7 @@ class IQ2_XS(AbstractSignedGrid):
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 2
     grid: ClassVar[VectorGrid] = grids.IQ2_XS
-    parts = (CodePart("index", 8, 8), CodePart("index", 1, 8, low=8), CodePart("signs", 7, 8))
+    parts: ClassVar[_Parts] = (CodePart("index", 8, 8), CodePart("index", 1, 8, low=8), CodePart("signs", 7, 8))
     even = True
     mean_level: ClassVar[float] = 17.0
     reach: ClassVar[float] = 1.3
@@ -350,7 +351,7 @@ class IQ2_S(AbstractSignedGrid):
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 2
     grid: ClassVar[VectorGrid] = grids.IQ2_S
-    parts = (CodePart("index", 8, 8), CodePart("index", 2, 8, low=8), CodePart("signs", 8, 8))
+    parts: ClassVar[_Parts] = (CodePart("index", 8, 8), CodePart("index", 2, 8, low=8), CodePart("signs", 8, 8))
     mean_level: ClassVar[float] = 17.8
     reach: ClassVar[float] = 1.3
     scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=16, unit=1 / 8)
@@ -374,7 +375,7 @@ class IQ3_XXS(AbstractSignedGrid):
 
     bits = 3
     grid: ClassVar[VectorGrid] = grids.IQ3_XXS
-    parts = (CodePart("index", 8, 4), CodePart("signs", 7, 8))
+    parts: ClassVar[_Parts] = (CodePart("index", 8, 4), CodePart("signs", 7, 8))
     even = True
     mean_level: ClassVar[float] = 21.0
     reach: ClassVar[float] = 1.1
@@ -398,7 +399,7 @@ class IQ3_S(AbstractSignedGrid):
 
     bits = 3
     grid: ClassVar[VectorGrid] = grids.IQ3_S
-    parts = (CodePart("index", 8, 4), CodePart("index", 1, 4, low=8), CodePart("signs", 8, 8))
+    parts: ClassVar[_Parts] = (CodePart("index", 8, 4), CodePart("index", 1, 4, low=8), CodePart("signs", 8, 8))
     mean_level: ClassVar[float] = 4.9
     reach: ClassVar[float] = 1.1
     scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=8, unit=1.0)
@@ -420,7 +421,7 @@ class IQ1_S(AbstractShiftedGrid):
     """
 
     bits = 1
-    parts = (CodePart("index", 8, 8), CodePart("index", 3, 8, low=8), CodePart("down", 1, 32))
+    parts: ClassVar[_Parts] = (CodePart("index", 8, 8), CodePart("index", 3, 8, low=8), CodePart("down", 1, 32))
     together = 32
     mean_level: ClassVar[float] = 5.2
     reach: ClassVar[float] = 2.0
@@ -443,7 +444,7 @@ class IQ1_M(AbstractShiftedGrid):
 
     block_size: BlockSize = eqx.field(static=True, default=16, init=False)
     bits = 1
-    parts = (CodePart("index", 8, 8), CodePart("index", 3, 8, low=8), CodePart("down", 1, 8))
+    parts: ClassVar[_Parts] = (CodePart("index", 8, 8), CodePart("index", 3, 8, low=8), CodePart("down", 1, 8))
     mean_level: ClassVar[float] = 5.2
     reach: ClassVar[float] = 2.0
     scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=3, block_size=16, unit=1 / 8)

@@ -32,7 +32,7 @@ _Codes = Mapping[str, Array]
 _Parts: TypeAlias = "tuple[CodePart, ...]"
 
 
-class _OddMultiples(AbstractFormat):
+class _Odd(AbstractFormat):
     """The format of scales: odd multiples of `unit`, times a float16 for each block of scales."""
 
     bits: int = eqx.field(static=True)  # pyright: ignore
@@ -306,7 +306,7 @@ class IQ2_XXS(AbstractSignedGrid):
     even = True
     mean_level: ClassVar[float] = 17.5
     reach: ClassVar[float] = 1.3
-    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=8, unit=1 / 8)
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1 / 8)
 
 
 class IQ2_XS(AbstractSignedGrid):
@@ -330,7 +330,7 @@ class IQ2_XS(AbstractSignedGrid):
     even = True
     mean_level: ClassVar[float] = 17.0
     reach: ClassVar[float] = 1.3
-    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=16, unit=1 / 8)
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=16, unit=1 / 8)
 
 
 class IQ2_S(AbstractSignedGrid):
@@ -354,7 +354,7 @@ class IQ2_S(AbstractSignedGrid):
     parts: ClassVar[_Parts] = (CodePart("index", 8, 8), CodePart("index", 2, 8, low=8), CodePart("signs", 8, 8))
     mean_level: ClassVar[float] = 17.8
     reach: ClassVar[float] = 1.3
-    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=16, unit=1 / 8)
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=16, unit=1 / 8)
 
 
 class IQ3_XXS(AbstractSignedGrid):
@@ -379,7 +379,7 @@ class IQ3_XXS(AbstractSignedGrid):
     even = True
     mean_level: ClassVar[float] = 21.0
     reach: ClassVar[float] = 1.1
-    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=8, unit=1 / 4)
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1 / 4)
 
 
 class IQ3_S(AbstractSignedGrid):
@@ -402,7 +402,7 @@ class IQ3_S(AbstractSignedGrid):
     parts: ClassVar[_Parts] = (CodePart("index", 8, 4), CodePart("index", 1, 4, low=8), CodePart("signs", 8, 8))
     mean_level: ClassVar[float] = 4.9
     reach: ClassVar[float] = 1.1
-    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=4, block_size=8, unit=1.0)
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=4, block_size=8, unit=1.0)
 
 
 class IQ1_S(AbstractShiftedGrid):
@@ -425,7 +425,7 @@ class IQ1_S(AbstractShiftedGrid):
     together = 32
     mean_level: ClassVar[float] = 5.2
     reach: ClassVar[float] = 2.0
-    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=3, block_size=8, unit=1 / 8)
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=3, block_size=8, unit=1 / 8)
 
 
 class IQ1_M(AbstractShiftedGrid):
@@ -447,4 +447,4 @@ class IQ1_M(AbstractShiftedGrid):
     parts: ClassVar[_Parts] = (CodePart("index", 8, 8), CodePart("index", 3, 8, low=8), CodePart("down", 1, 8))
     mean_level: ClassVar[float] = 5.2
     reach: ClassVar[float] = 2.0
-    scale_format: ClassVar[AbstractFormat | None] = _OddMultiples(bits=3, block_size=16, unit=1 / 8)
+    scale_format: ClassVar[AbstractFormat | None] = _Odd(bits=3, block_size=16, unit=1 / 8)

@@ -49,12 +49,10 @@ stats = eqq.calibrate.collect_stats(model, batches, gram=True)
 with_gradients = eqq.calibrate.collect_stats(model, batches, gram=True, gradients=True)
 
 # %% Divergence from the float model, in nats, and accuracy, on images that nothing has seen
-expected = jax.nn.log_softmax(jax.vmap(model)(x_test))
 methods = {"rounding": None, "GPTQ": eqq.GPTQ(stats), "GPTQ with gradients": eqq.GPTQ(with_gradients)}
 for format in formats:
     for name, method in methods.items():
         q = eqq.quantize_tree(model, format, method=method)
-        found = jax.nn.log_softmax(jax.vmap(q)(x_test))
-        divergence = jnp.mean(jnp.sum(jnp.exp(expected) * (expected - found), axis=-1))
-        accuracy = jnp.mean(jnp.argmax(found, -1) == y_test)
+        divergence = eqq.analysis.output_divergence(model, q, x_test).kl
+        accuracy = jnp.mean(jnp.argmax(jax.vmap(q)(x_test), -1) == y_test)
         print(f"{format!r}, {name}: {eqq.summary(q).bits:.2f} bits, {divergence:.4f} nats, {accuracy:.1%}")

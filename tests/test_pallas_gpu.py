@@ -73,13 +73,14 @@ def test_dtypes(getkey, name, dtype, tol, transpose):
 
 @pytest.mark.parametrize("n, k", mark_slow(3, [(65, 128), (1, 129), (200, 1000)]))
 @pytest.mark.parametrize("split", [1, 7])
-@pytest.mark.parametrize("weight_left", [False, True])
-@pytest.mark.parametrize("transpose", [False, True])
-def test_tiles_and_parts(getkey, n, k, split, weight_left, transpose):
+@pytest.mark.parametrize(
+    "tile_m, weight_left, transpose", [(16, False, False), (16, True, False), (1, False, False), (16, False, True)]
+)
+def test_tiles_and_parts(getkey, n, k, split, tile_m, weight_left, transpose):
     """However a product is cut up, the result is whole: tiles that end beyond it, more parts than there are steps."""
     q, m = eqq.quantize(weights(getkey(), (n, k)), "nf4"), 17
     x = weights(getkey(), (m, n if transpose else k))
-    config = pallas_gpu.Config(16, 64, weight_left=weight_left, split=split)
+    config = pallas_gpu.Config(tile_m, 64, weight_left=weight_left, split=split)
     layout = make_layout(q.format, k)
     y = pallas_gpu.matmul(
         x, dispatch.as_packed_weight(q), layout, transpose=transpose, precision="highest", config=config, interpret=True
@@ -137,6 +138,10 @@ def emulate(asm, inputs, outputs):
             result = args[0]
         elif opcode == "sub.f32":
             result = int((as_float(args[0]) - as_float(args[1])).view(np.uint32))
+        elif opcode in ("fma.rn.bf16x2", "fma.rn.f16x2"):
+            dtype = jnp.bfloat16 if "bf16" in opcode else jnp.float16
+            a, b, c = (np.array([arg], np.uint32).view(dtype).astype(np.float64) for arg in args)
+            result = int((a * b + c).astype(dtype).view(np.uint32)[0])
         elif opcode == "prmt.b32":
             both = args[0] | args[1] << 32
             picks = [args[2] >> 4 * i & 15 for i in range(4)]
@@ -163,15 +168,25 @@ def groups_of_bytes():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["nf4", "int4", "mxfp4", "codebook_16", "int2", "ternary", "binary"])
-def test_lookup_by_permutation(name, dtype):
+def test_codes_of_few_bits_by_permutation(name, dtype):
     layout = make_layout(FORMATS[name].format, K)
     table = np.asarray(ptx.make_table(layout, dtype, False)).astype(np.uint32)
     expected = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
     for plane, four in it.product(range(layout.planes), groups_of_bytes()):
-        asm = ptx.lookup_asm(layout.bits, plane)
+        asm = ptx.small_code_asm(layout, plane, dtype)
         operands = {2: four.view(np.uint32)[0], **{3 + 4 * i: word for i, word in enumerate(table)}}
         codes = four >> (layout.bits * plane) & (2**layout.bits - 1)
         np.testing.assert_array_equal(halves(emulate(asm, operands, 2), dtype), expected[codes])
+
+
+def test_products_of_pairs():
+    """Each half is rounded once; zeros keep their sign, and infinities stay."""
+    special = np.array([0.0, -0.0, np.inf, 1.0, -3.0], jnp.bfloat16)
+    a, b = (np.concatenate([special, np.random.default_rng(i).normal(size=251).astype(jnp.bfloat16)]) for i in (0, 1))
+    b[:5] = np.array([2.0, 3.0, -1.0, 1e-3, 1e30], jnp.bfloat16)
+    pairs = zip(a.view(np.uint32), b.view(np.uint32), strict=True)
+    words = [emulate(ptx.PRODUCT_ASM, {1: x, 2: y}, 1)[0] for x, y in pairs]
+    np.testing.assert_array_equal(halves(words, np.uint16), (a * b).view(np.uint16))
 
 
 @pytest.mark.parametrize("offset", [0, -128])

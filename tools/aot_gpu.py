@@ -146,7 +146,7 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
         chosen = dispatch.choose(TargetDevice("cuda"), problem, None)[0] == "pallas_gpu"
         (kernel,) = kernels_in(directory)
         layout = problem.layout
-        config = pallas_gpu.tune("H100", layout.bits, jnp.dtype(dtype).itemsize, m, transpose=transpose)
+        config = pallas_gpu.tune("NVIDIA H100", layout.bits, jnp.dtype(dtype).itemsize, m, transpose=transpose)
         tile_bytes = pallas_gpu._run_bytes(layout) if transpose else pallas_gpu._step_bytes(layout)
         weights = config.tile_n * tile_bytes * layout.planes / (32 * config.num_warps)
         temp = program.memory_analysis().temp_size_in_bytes / 2**20

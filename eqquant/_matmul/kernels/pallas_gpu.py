@@ -4,9 +4,9 @@ The dense weight is never in memory.
 
     y(m, n) = sum_blocks scale(n, block) * (x(m, block) . table[codes(n, block)]^T)
 
-Codes are decoded in registers (`ptx.py`) to the dtype of `x`, and multiplied by the tensor cores. With few rows of `x`,
-the kernel scales partial sums, in float32, at one multiplication per result and block; with more rows it is cheaper to
-scale weights.
+Codes are decoded in registers (`ptx.py`) to the dtype of `x`, and multiplied by the tensor cores, or without them for
+one row of `x`. With few rows, the kernel scales partial sums, in float32, at one multiplication per result and block;
+with more rows it is cheaper to scale weights, which rounds scales to bfloat16 where `x` is.
 
 The kernel reads bytes in runs, as they are packed (`packing.py`): 64 bytes, 128 for codes of eight bits, or a block if
 that is shorter. Plane `p` of a run holds as many consecutive codes, so it meets a contiguous tile of `x`, and has one
@@ -31,13 +31,13 @@ from ..._compat import pallas_triton as plgpu
 from ..._native.weight import Layout
 from ..._numerics import packing
 from .packed import alignment_refusal, decode_scale, PackedWeight, pallas_refusal
-from .ptx import decode, make_table
+from .ptx import decode, load_table, make_table, multiply_add, multiply_pairs
 from .target import TargetDevice
 from .xla import add_remainder
 
 
 class Config(NamedTuple):
-    """The tiling of a product: each program computes `tile_m * tile_n` results.
+    """The tiling of a product: each program computes `tile_m * tile_n` results, without tensor cores if `tile_m` is 1.
 
     `split` programs share each sum; if `None`, as many as give each core `programs` to run. `weight_left` makes the
     weight the left operand, for few rows of `x`: `wgmma` takes the left operand from registers, and allows few columns.
@@ -63,23 +63,29 @@ class _ConfigRow(NamedTuple):
     config: Config
 
 
-# The first row that matches wins. Chosen by the instructions, registers and spills of the compiled code for an H100
-# (`nox -s aot_gpu`), not yet by time: `benchmarks/gpu_matmul.py --tune` prints rows chosen by time. JAX before
-# 0.12 spills up to 48 bytes at 64 rows of eight-bit codes with zero points or blocks.
-_ANY = (1, 2, 4, 8)
+# The first row that matches wins. For bfloat16 on Hopper, those of four bits are the fastest that were measured on an
+# H100 with JAX 0.11.2 (`benchmarks/gpu_matmul.py --tune`); other formats use the best of these. For float32, chosen by
+# registers and spills; for other devices, small enough for their shared memory.
+_ANY, _HOPPER = (1, 2, 4, 8), "NVIDIA H"
 _CONFIGS = (
     # Float32 tables are in memory, and a byte of many codes has many loads in flight.
     _ConfigRow("", False, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
+    _ConfigRow("", False, (1, 2, 4), 2, 1, Config(1, 64, programs=16)),
     _ConfigRow("", False, (1, 2, 4), 2, 16, Config(16, 64)),
-    _ConfigRow("", False, (1, 2, 4), 2, 32, Config(32, 64, programs=2)),
-    _ConfigRow("", False, (8,), 2, 16, Config(16, 64, weight_left=False)),
+    _ConfigRow("", False, (8,), 2, 16, Config(16, 64, programs=8)),
+    _ConfigRow("", False, (2, 4, 8), 2, 32, Config(32, 64)),
     # With dozens of rows, scaling sums takes more time and registers than scaling weights.
-    _ConfigRow("", False, (4, 8), 2, 64, Config(64, 128, weight_left=False, scale_weights=True, programs=1)),
-    _ConfigRow("", False, (4, 8), 2, 2**31, Config(128, 128, 8, weight_left=False, scale_weights=True, programs=1)),
+    _ConfigRow(_HOPPER, False, (2, 4, 8), 2, 64, Config(64, 128, weight_left=False, scale_weights=True, programs=2)),
+    _ConfigRow(_HOPPER, False, (2, 4, 8), 2, 128, Config(128, 64, scale_weights=True, programs=2)),
+    # One tile of all rows decodes each weight once. With still more rows, wide tiles read `x` less often.
+    _ConfigRow(_HOPPER, False, (4,), 2, 256, Config(256, 64, scale_weights=True, programs=1)),
+    _ConfigRow(_HOPPER, False, (4,), 2, 2**31, Config(256, 128, 8, scale_weights=True, programs=1)),
+    _ConfigRow(_HOPPER, False, (2, 8), 2, 2**31, Config(128, 64, scale_weights=True, programs=2)),
+    _ConfigRow("", False, (2, 4, 8), 2, 2**31, Config(64, 64, 4, 2, weight_left=False, scale_weights=True, programs=2)),
     # A byte of many codes needs as many tiles of `x`, which must all fit into shared memory.
-    _ConfigRow("", False, (2,), 2, 2**31, Config(64, 128, 8, 2, weight_left=False, scale_weights=True, programs=1)),
-    _ConfigRow("", False, (1,), 2, 2**31, Config(64, 64, 4, 2, weight_left=False, scale_weights=True, programs=1)),
+    _ConfigRow("", False, (1,), 2, 2**31, Config(32, 64, 4, 2, weight_left=False, scale_weights=True, programs=1)),
     _ConfigRow("", True, (2, 4, 8), 2, 16, Config(16, 64, weight_left=False)),
+    _ConfigRow(_HOPPER, True, (4,), 2, 2**31, Config(64, 128, weight_left=False, programs=2)),
     _ConfigRow("", True, (2, 4, 8), 2, 2**31, Config(32, 64, weight_left=False, programs=2)),
     # A byte of eight codes contributes to eight tiles of results.
     _ConfigRow("", True, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
@@ -154,7 +160,7 @@ class _Weight(NamedTuple):
     scale: jax.Ref | Array
     row_scale: jax.Ref | Array | None
     zero_point: jax.Ref | Array | None
-    table: jax.Ref | Array
+    table: jax.Ref | Array | list[Array]
 
     def load_row_scales(self, layout: Layout, n: Array, dtype: DTypeLike) -> Float32[Array, " rows"] | None:
         """Returns the per-channel factors, or `None`."""
@@ -165,24 +171,26 @@ class _Weight(NamedTuple):
         return ft.reduce(jnp.multiply, factors) if factors else None
 
     def load_tile(
-        self, layout: Layout, n: Array, byte: Array, dtype: DTypeLike, interpret: bool
+        self, layout: Layout, n: Array, step: Array, begin: int | Array, dtype: DTypeLike, interpret: bool
     ) -> list[tuple[Array, Array | None]]:
-        """Decodes a run of bytes of rows `n`: returns values and scales of each plane."""
-        run = _run_bytes(layout)
-        codes = self.codes[n[:, None], (byte + jnp.arange(run, dtype=jnp.int32))[None, :]]
+        """Decodes the run at byte `begin` of a step, of rows `n`: returns values and scales of each plane."""
+        byte = step * _step_bytes(layout) + begin
+        codes = self.codes[n[:, None], (byte + jnp.arange(_run_bytes(layout), dtype=jnp.int32))[None, :]]
         planes = []
         for plane in range(layout.planes):
-            block = _column(byte, plane, layout) // layout.block_size
+            block = jax.lax.div(_column(step, begin, plane, layout), jnp.int32(layout.block_size))
             zero = None if self.zero_point is None else self.zero_point[n, block].astype(jnp.int32)
             scale = None if layout.per_channel else decode_scale(self.scale[n, block], layout.scale)
             planes.append((decode(codes, zero, plane, layout, self.table, dtype, interpret), scale))
         return planes
 
 
-def _column(byte: Array, plane: int, layout: Layout) -> Array:
-    """Returns the first column of plane `plane`, for the run at `byte`."""
-    segment = packing.PLANE if layout.bits < 8 else _step_bytes(layout)
-    return byte // segment * (segment * layout.planes) + plane * segment + byte % segment
+def _column(step: Array, begin: int | Array, plane: int, layout: Layout) -> Array:
+    """Returns the first column of a plane of the run at byte `begin` of a step.
+
+    Without a division, after which Triton would not know that columns are aligned, and load single values of `x`.
+    """
+    return (step * layout.planes + plane) * _step_bytes(layout) + begin
 
 
 def _product(
@@ -204,29 +212,65 @@ def _product(
     rows = jnp.minimum(n, n_size - 1)  # rows past the last one are computed, but not stored
     step_bytes, run = _step_bytes(layout), _run_bytes(layout)
     first, last = _step_range(_kernel_length(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
+    weight = weight._replace(table=load_table(weight.table, layout, dtype, interpret))
 
-    def step(index: Array, total: Array) -> Array:
+    def multiply(index: Array, total: Array) -> Array:
         for begin in range(0, step_bytes, run):
-            byte = index * step_bytes + begin
-            for plane, (values, scale) in enumerate(weight.load_tile(layout, rows, byte, dtype, interpret)):
-                column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
+            for plane, (values, scale) in enumerate(weight.load_tile(layout, rows, index, begin, dtype, interpret)):
+                column = _column(index, begin, plane, layout) + jnp.arange(run, dtype=jnp.int32)
                 x = _load(x_ref, m, column, m < m_size)
                 if scale is not None and config.scale_weights:
-                    values, scale = _apply_scale(values, scale), None
+                    values, scale = _apply_scale(values, scale, interpret), None
                 left, right = (values, x) if config.weight_left else (x, values)
                 sums = plgpu.dot(left, right, trans_b=True, precision=precision)
-                if scale is not None:
-                    sums = sums * jnp.broadcast_to(_expand_scale(scale, config.weight_left), sums.shape)
-                total = total + sums
+                if scale is None:
+                    total = total + sums
+                else:
+                    total = multiply_add(sums, _expand_scale(scale, config.weight_left), total, interpret)
         return total
 
     shape = (config.tile_n, config.tile_m) if config.weight_left else (config.tile_m, config.tile_n)
-    total = jax.lax.fori_loop(first, last, step, jnp.zeros(shape, jnp.float32))
+    total = jax.lax.fori_loop(first, last, multiply, jnp.zeros(shape, jnp.float32))
     scale = weight.load_row_scales(layout, rows, dtype)
     if scale is not None:
         total = total * jnp.broadcast_to(_expand_scale(scale, config.weight_left), total.shape)
     index = (m[None, :], n[:, None]) if config.weight_left else (m[:, None], n[None, :])
     plgpu.store(y_ref.at[part, *index], total.astype(y_ref.dtype), mask=(index[0] < m_size) & (index[1] < n_size))
+
+
+def _vector_product(
+    x_ref: jax.Ref,
+    weight: _Weight,
+    y_ref: jax.Ref,
+    *,
+    layout: Layout,
+    config: Config,
+    precision: PrecisionLike,
+    interpret: bool,
+) -> None:
+    """As `_product`, for one row of `x`: without tensor cores, decoded weights need no exchange between threads."""
+    del precision
+    (m_size, _), n_size, dtype = x_ref.shape, weight.codes.shape[0], x_ref.dtype
+    tile, part = pl.program_id(0), pl.program_id(1)
+    m, n = tile % m_size, tile // m_size * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
+    rows = jnp.minimum(n, n_size - 1)
+    step_bytes, run = _step_bytes(layout), _run_bytes(layout)
+    first, last = _step_range(_kernel_length(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
+    weight = weight._replace(table=load_table(weight.table, layout, dtype, interpret))
+
+    def multiply(index: Array, total: Array) -> Array:
+        for begin in range(0, step_bytes, run):
+            for plane, (values, scale) in enumerate(weight.load_tile(layout, rows, index, begin, dtype, interpret)):
+                x = x_ref[m, _column(index, begin, plane, layout) + jnp.arange(run, dtype=jnp.int32)]
+                x = jnp.broadcast_to(x.astype(jnp.float32)[None, :], values.shape)
+                sums = jnp.sum(values.astype(jnp.float32) * x, axis=1)
+                total = total + (sums if scale is None else sums * scale)
+        return total
+
+    total = jax.lax.fori_loop(first, last, multiply, jnp.zeros(config.tile_n, jnp.float32))
+    scale = weight.load_row_scales(layout, rows, dtype)
+    total = total if scale is None else total * scale
+    plgpu.store(y_ref.at[part, m, n], total.astype(y_ref.dtype), mask=n < n_size)
 
 
 def _transposed_product(
@@ -245,28 +289,34 @@ def _transposed_product(
     tile, part = pl.program_id(0), pl.program_id(1)
     m = tile % m_tiles * config.tile_m + jnp.arange(config.tile_m, dtype=jnp.int32)
     run = _run_bytes(layout)
-    byte = tile // m_tiles * run
+    runs = _step_bytes(layout) // run
+    column_step, begin = tile // m_tiles // runs, tile // m_tiles % runs * run
     first, last = _step_range(pl.cdiv(n_size, config.tile_n), part, y_ref.shape[0])
+    weight = weight._replace(table=load_table(weight.table, layout, dtype, interpret))
 
-    def step(index: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+    def multiply(index: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         n = index * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
         rows = jnp.minimum(n, n_size - 1)
         x = _load(x_ref, m, n, m < m_size, n < n_size)
         sums, row_scale = [], weight.load_row_scales(layout, rows, dtype)
-        for values, scale in weight.load_tile(layout, rows, byte, dtype, interpret):
+        for values, scale in weight.load_tile(layout, rows, column_step, begin, dtype, interpret):
             scale = ft.reduce(jnp.multiply, [s for s in (scale, row_scale) if s is not None])
-            sums.append(plgpu.dot(x, _apply_scale(values, scale), precision=precision))
+            sums.append(plgpu.dot(x, _apply_scale(values, scale, interpret), precision=precision))
         return tuple(total + s for total, s in zip(totals, sums, strict=True))
 
     zeros = jnp.zeros((config.tile_m, run), jnp.float32)
-    totals = jax.lax.fori_loop(first, last, step, (zeros,) * layout.planes)
+    totals = jax.lax.fori_loop(first, last, multiply, (zeros,) * layout.planes)
     for plane, total in enumerate(totals):
-        column = _column(byte, plane, layout) + jnp.arange(run, dtype=jnp.int32)
+        column = _column(column_step, begin, plane, layout) + jnp.arange(run, dtype=jnp.int32)
         mask = jnp.broadcast_to((m < m_size)[:, None], total.shape)
         plgpu.store(y_ref.at[part, m[:, None], column[None, :]], total.astype(y_ref.dtype), mask=mask)
 
 
-def _apply_scale(values: Float[Array, "rows run"], scale: Float32[Array, " rows"]) -> Float[Array, "rows run"]:
+def _apply_scale(
+    values: Float[Array, "rows run"], scale: Float32[Array, " rows"], interpret: bool
+) -> Float[Array, "rows run"]:
+    if values.dtype == jnp.bfloat16:
+        return multiply_pairs(values, scale.astype(jnp.bfloat16)[:, None], interpret)
     product = values.astype(jnp.float32) * jnp.broadcast_to(scale[:, None], values.shape)
     return product.astype(values.dtype)
 
@@ -322,7 +372,8 @@ def matmul(
         kernel, outer, steps = _transposed_product, body, pl.cdiv(n, config.tile_n)
         tiles = m_tiles * (body // layout.planes // _run_bytes(layout))
     else:
-        kernel, outer, steps = _product, n, body // layout.planes // _step_bytes(layout)
+        kernel = _vector_product if config.tile_m == 1 else _product
+        outer, steps = n, body // layout.planes // _step_bytes(layout)
         tiles = m_tiles * pl.cdiv(n, config.tile_n)
     parts = _split(config, target.device, tiles, steps)
     whole = parts == 1 and body == layout.length  # the kernel writes the final result

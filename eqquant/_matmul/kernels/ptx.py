@@ -3,12 +3,14 @@
 - Codes of at most four bits become 16-bit values by `prmt`, the byte permutation of NVIDIA GPUs. Four nibbles of packed
   codes *are* its selectors, so it looks four codes up in a table of eight bytes. Two lookups and a selection make a
   table of sixteen. The low and the high bytes of the values have a table each. This takes two instructions per weight.
+- Integers of at most four bits become the last bits of a 16-bit float whose last bit counts units, which is then
+  subtracted: less than two instructions.
 - Integers of eight bits become the low mantissa bits of the float32 2**23, which is then subtracted: less than three
   fast instructions, instead of a slow conversion.
 - Float32 values and tables of 256 are loaded from a table in memory.
 
-Triton cannot express the first two, so they are inline assembly. Pallas cannot interpret that: `interpret` looks values
-up in the table instead, and the tests run the assembly in an emulator.
+Triton cannot express the first three, so they are inline assembly. Pallas cannot interpret that: `interpret` looks
+values up in the table instead, and the tests run the assembly in an emulator.
 """
 
 import jax
@@ -23,8 +25,7 @@ from ..._native.weight import Layout
 def lookup_asm(bits: int, plane: int) -> str:
     """Returns PTX that decodes a plane of four bytes, `$2`, to 16-bit values in `$0` and `$1`.
 
-    The table is in every fourth operand from `$3` on, since inline assembly has an operand per byte: first the low
-    bytes of the values, four to a word, then the high bytes.
+    The words of `make_table` are in every fourth operand from `$3` on, since inline assembly has an operand per byte.
     """
     shift, high = bits * plane % 4, bits * plane // 4
     table = [f"${3 + 4 * i}" for i in range(2 * _table_words(bits))]
@@ -33,7 +34,7 @@ def lookup_asm(bits: int, plane: int) -> str:
         if bits == 4:
             # Three bits of a nibble select within half a table, the fourth between the halves.
             lines += [f"shr.u32 index, $2, {half};", "shr.u32 sign, index, 1;", "and.b32 index, index, 0x77777777;"]
-            lines += ["and.b32 sign, sign, 0x44444444;", "or.b32 sign, sign, 0x32103210;"]
+            lines += [f"and.b32 sign, sign, ${3 + 4 * len(table)};", "or.b32 sign, sign, 0x32103210;"]
             for name, words in (("low", table[:4]), ("high", table[4:])):
                 lines += [f"prmt.b32 a, {words[0]}, {words[1]}, index;", f"prmt.b32 b, {words[2]}, {words[3]}, index;"]
                 lines += [f"prmt.b32 {name}, a, b, sign;"]
@@ -44,6 +45,29 @@ def lookup_asm(bits: int, plane: int) -> str:
         # Two 16-bit values, from the nibbles of this plane: the low or the high nibble of both bytes.
         lines += [f"prmt.b32 {out}, low, high, {'0x7351' if high else '0x6240'};"]
     return "{ " + " ".join(lines) + " }"
+
+
+def small_integer_asm(bits: int, plane: int, offset: int, dtype: DTypeLike) -> str:
+    """Returns PTX that converts a plane of four bytes, `$2`, to 16-bit integers plus `offset` in `$0` and `$1`.
+
+    `$3` is the word of `make_table`: twice the float whose last bit counts units, for codes to replace its last bits.
+    """
+    name, unit = {"bfloat16": ("bf16x2", 2**7), "float16": ("f16x2", 2**10)}[jnp.dtype(dtype).name]
+    twice = lambda value: int(np.asarray(value, dtype).view(np.uint16)) * 0x10001
+    # Ampere adds two bfloat16 numbers at a time only after a product.
+    lines = [".reg .b32 codes, one, rest;", f"mov.b32 one, {twice(1):#x};", f"mov.b32 rest, {twice(offset - unit):#x};"]
+    for out, pick in (("$0", "0x4140"), ("$1", "0x4342")):
+        lines += [f"prmt.b32 codes, $2, 0, {pick};", f"shr.u32 codes, codes, {bits * plane};"]
+        lines += [f"and.b32 codes, codes, {(2**bits - 1) * 0x10001:#x};", "or.b32 codes, codes, $3;"]
+        lines += [f"fma.rn.{name} {out}, codes, one, rest;"]
+    return "{ " + " ".join(lines) + " }"
+
+
+def small_code_asm(layout: Layout, plane: int, dtype: DTypeLike) -> str:
+    """Returns the PTX for codes of at most four bits, with the words of `make_table` from `$3` on, one in four."""
+    if _is_small_integer(layout, dtype):
+        return small_integer_asm(layout.bits, plane, int(layout.offset), dtype)
+    return lookup_asm(layout.bits, plane)
 
 
 def integer_asm(dtype: DTypeLike) -> str:
@@ -68,19 +92,51 @@ def _table_words(bits: int) -> int:
     return 4 if bits == 4 else 1
 
 
-def _looks_up_by_permutation(layout: Layout, dtype: DTypeLike) -> bool:
-    """Returns whether `prmt` looks codes up."""
+def _is_in_registers(layout: Layout, dtype: DTypeLike) -> bool:
+    """Returns whether assembly decodes the codes of several planes with words in registers."""
     return layout.bits <= 4 and jnp.dtype(dtype).itemsize == 2
 
 
+def _is_small_integer(layout: Layout, dtype: DTypeLike) -> bool:
+    return layout.kind == "integer" and _is_in_registers(layout, dtype)
+
+
 def make_table(layout: Layout, dtype: DTypeLike, interpret: bool) -> Array:
-    """Returns the stretched table for `decode`: the values, or their bytes for `prmt`."""
+    """Returns the stretched table for `load_table`: the values, or words for the assembly.
+
+    The words for `prmt` are the low bytes of the values, four to a word, the high bytes, and a mask.
+    """
     values = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
-    if interpret or not _looks_up_by_permutation(layout, dtype):
+    if interpret or not _is_in_registers(layout, dtype):
         return jnp.asarray(values)
+    if _is_small_integer(layout, dtype):
+        return jnp.asarray(np.asarray([2 ** jnp.finfo(dtype).nmant] * 2, dtype).view("<i4"))
     entries = np.zeros(4 * _table_words(layout.bits), np.uint16)
     entries[: len(values)] = values.view(np.uint16)
-    return jnp.asarray(np.concatenate([entries & 255, entries >> 8]).astype(np.uint8).view("<i4"))
+    words = np.concatenate([entries & 255, entries >> 8]).astype(np.uint8).view("<i4")
+    return jnp.asarray(np.append(words, np.int32(0x44444444)))
+
+
+def load_table(table: jax.Ref, layout: Layout, dtype: DTypeLike, interpret: bool) -> "jax.Ref | list[Array]":
+    """Loads the words of a table, once per program.
+
+    A word is the same in all threads. But the compiler would then copy it to a register of the thread at each use, so
+    the assembly adds a zero of which the compiler knows nothing.
+    """
+    if interpret or not _is_in_registers(layout, dtype):
+        return table
+    asm = "{ .reg .b32 a, b; mov.u32 a, %lanemask_lt; mov.u32 b, %lanemask_gt; and.b32 a, a, b; or.b32 $0, $1, a; }"
+    word = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return [
+        plt.elementwise_inline_asm(
+            asm,
+            args=[jnp.broadcast_to(table[i], word.shape)],
+            constraints="=r,r",
+            pack=1,
+            result_shape_dtypes=[word],
+        )[0]
+        for i in range(table.shape[0])
+    ]
 
 
 def _asm(asm: str, args: list[Array], dtype: DTypeLike) -> Array:
@@ -103,11 +159,11 @@ def decode(
     zero: Int32[Array, " rows"] | None,
     plane: int,
     layout: Layout,
-    table: jax.Ref | Array,
+    table: jax.Ref | list[Array],
     dtype: DTypeLike,
     interpret: bool,
 ) -> Float[Array, "rows run"]:
-    """Returns the values of one plane, minus the zero point of each row."""
+    """Returns the values of one plane, minus the zero point of each row. `table` is of `load_table`."""
     if layout.bits == 8 and layout.kind == "integer":
         offset = jnp.int32(layout.offset) if zero is None else (layout.offset - zero)[:, None]
         offset = jnp.broadcast_to(offset, codes.shape)
@@ -116,10 +172,36 @@ def decode(
         return _asm(integer_asm(dtype), [codes, (2**23 - offset).astype(jnp.float32)], dtype)
     if layout.kind in ("float8_e4m3fn", "float8_e5m2"):
         return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(dtype)
-    if _looks_up_by_permutation(layout, dtype) and not interpret:
-        words = [jnp.broadcast_to(table[i], codes.shape) for i in range(2 * _table_words(layout.bits))]
-        values = _asm(lookup_asm(layout.bits, plane), [codes, *words], dtype)
+    if _is_in_registers(layout, dtype) and not interpret:
+        words = [jnp.broadcast_to(word, codes.shape) for word in table]
+        values = _asm(small_code_asm(layout, plane, dtype), [codes, *words], dtype)
     else:
         index = codes.astype(jnp.int32) >> (layout.bits * plane)
         values = table[index & (2**layout.bits - 1)]
     return values if zero is None else values - jnp.broadcast_to(zero.astype(dtype)[:, None], values.shape)
+
+
+def multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
+    """Returns `a * b + c` in float32, rounded once."""
+    if interpret:
+        return a * b + c
+    out = jax.ShapeDtypeStruct(c.shape, jnp.float32)
+    args = [a, jnp.broadcast_to(b, a.shape), c]
+    return plt.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;", args=args, constraints="=f,f,f,f", pack=1, result_shape_dtypes=[out]
+    )[0]
+
+
+# Plus -0, which keeps every product: Ampere has no other instruction for two bfloat16 products.
+PRODUCT_ASM = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
+
+
+def multiply_pairs(a: Array, b: Array, interpret: bool) -> Array:
+    """Returns `a * b` in bfloat16, two at a time."""
+    b = jnp.broadcast_to(b, a.shape)
+    if interpret:
+        return a * b
+    out = jax.ShapeDtypeStruct(a.shape, a.dtype)
+    return plt.elementwise_inline_asm(
+        PRODUCT_ASM, args=[a, b], constraints="=r,r,r", pack=2, result_shape_dtypes=[out]
+    )[0]

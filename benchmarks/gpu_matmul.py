@@ -78,7 +78,7 @@ class MeasureOptions(NamedTuple):
     rounds: int
 
 
-class Product(NamedTuple):
+class TimedProduct(NamedTuple):
     """A function of `x` and a weight, to compile and time with several copies of the weight."""
 
     function: Callable[[Any, Any], Any]
@@ -86,7 +86,7 @@ class Product(NamedTuple):
     weights: list[Any]
 
 
-def compile_all(products: dict[Hashable, Product]) -> dict[Hashable, Any]:
+def compile_all(products: dict[Hashable, TimedProduct]) -> dict[Hashable, Any]:
     """Compiles products in as many threads as there are cores. Prints why one does not compile, and leaves it out."""
 
     def compile_one(key: Hashable, index: int) -> Any:
@@ -141,12 +141,12 @@ def check(options: MeasureOptions) -> bool:
     table = Table("format", "cases", "worst relative error", *tolerance, title=f"against float64, W({n}, {k})")
     formats = dict(it.islice(CHECKED.items(), 2)) if options.interpret else CHECKED
     quantized = {name: eqq.quantize(jr.normal(jr.key(0), (n, k)), format) for name, format in formats.items()}
-    products: dict[Hashable, Product] = {}
+    products: dict[Hashable, TimedProduct] = {}
     for case in it.product(formats, tolerance, rows, (False, True)):
         name, dtype, m, transpose = case
         x = jr.normal(jr.key(1), (m, n if transpose else k)).astype(dtype)
         function = ft.partial(run_kernel, transpose=transpose, options=options, precision="highest")
-        products[case] = Product(function, x, [quantized[name]])
+        products[case] = TimedProduct(function, x, [quantized[name]])
     compiled = compile_all(products)
     right = len(compiled) == len(products)
     for name in formats:
@@ -169,7 +169,7 @@ def check(options: MeasureOptions) -> bool:
 
 
 def time_on_device(
-    products: dict[Hashable, Product], compiled: dict[Hashable, Any], options: MeasureOptions
+    products: dict[Hashable, TimedProduct], compiled: dict[Hashable, Any], options: MeasureOptions
 ) -> dict[Hashable, np.ndarray]:
     """The seconds that each call of a product takes on the GPU, of products in turns."""
     calls = {
@@ -228,14 +228,14 @@ def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: MeasureO
         for name, format in formats.items():
             q = jax.jit(lambda w, format=format: eqq.quantize(w, format))(float_weight)
             weights[name] = [jax.tree_util.tree_map(jnp.copy, q) for _ in range(make_copies(q.nbytes, options))]
-        products: dict[Hashable, Product] = {}
+        products: dict[Hashable, TimedProduct] = {}
         for m in rows:
             x = jr.normal(jr.key(1), (m, k), jnp.bfloat16)
-            products[m, "cuBLAS"] = Product(dense_product, x, dense)
+            products[m, "cuBLAS"] = TimedProduct(dense_product, x, dense)
             for name in formats:
                 kernel = ft.partial(run_kernel, transpose=False, options=options)
-                products[m, name, "kernel"] = Product(kernel, x, weights[name])
-                products[m, name, "XLA"] = Product(xla_product, x, weights[name])
+                products[m, name, "kernel"] = TimedProduct(kernel, x, weights[name])
+                products[m, name, "XLA"] = TimedProduct(xla_product, x, weights[name])
         seconds = time_on_device(products, compile_all(products), options)
         micro = {key: 1e6 * float(np.median(each)) for key, each in seconds.items()}
         table = Table(
@@ -291,7 +291,9 @@ def tune(shapes: Any, options: MeasureOptions) -> None:
             copies = [jax.tree_util.tree_map(jnp.copy, q) for _ in range(make_copies(q.nbytes, options))]
             x = jr.normal(jr.key(1), (m, n if transpose else k), jnp.bfloat16)
             run = ft.partial(run_kernel, transpose=transpose, options=options)
-            products: dict[Hashable, Product] = {c: Product(ft.partial(run, config=c), x, copies) for c in configs}
+            products: dict[Hashable, TimedProduct] = {
+                c: TimedProduct(ft.partial(run, config=c), x, copies) for c in configs
+            }
             seconds = time_on_device(products, compile_all(products), options._replace(rounds=3))
             each = np.array([np.median(seconds.get(config, np.inf)) for config in configs])
             slowdown += each / each.min()

@@ -252,7 +252,7 @@ _PREFERENCES = (
     _Preference("cpu", "cpu_int8", lambda p, _: _both_integer(p) and library.isa() != "generic", _INTEGERS),
     _Preference("", "xla", lambda p, target: xla_operand_type(p, target) in ("int8", "float8"), _SMALL),
     _Preference("cuda", "xla", lambda p, _: _is_eight_bit_per_channel(p), _FUSED),
-    _Preference("cuda", "pallas_gpu", lambda p, _: p.m <= (512 if p.layout.bits == 4 else 256), _FEW_ROWS),
+    _Preference("cuda", "pallas_gpu", lambda p, _: p.m <= 256, _FEW_ROWS),
     _Preference("cuda", "xla", lambda p, _: True, _MANY_ROWS),
     _Preference("tpu", "xla", lambda p, _: _is_eight_bit_per_channel(p), _FUSED),
     _Preference("tpu", "pallas_tpu", lambda p, _: p.m <= (256 if p.layout.per_channel else 64), _FEW_ROWS),

@@ -37,8 +37,9 @@ from .xla import add_remainder
 
 
 class Config(NamedTuple):
-    """The tiling of a product: each program computes `tile_m * tile_n` results, without tensor cores if `tile_m` is 1.
+    """The tiling of a product: each program computes `tile_m * tile_n` results.
 
+    Programs with a `tile_m` of 1 do without tensor cores.
     `split` programs share each sum; if `None`, as many as give each core `programs` to run. `weight_left` makes the
     weight the left operand, for few rows of `x`: `wgmma` takes the left operand from registers, and allows few columns.
     `scale_weights` scales weights instead of partial sums, for many rows.
@@ -76,13 +77,13 @@ _CONFIGS = (
     _ConfigRow("", False, (2, 4, 8), 2, 32, Config(32, 64)),
     # With dozens of rows, scaling sums takes more time and registers than scaling weights.
     _ConfigRow(_HOPPER, False, (2, 4, 8), 2, 64, Config(64, 128, weight_left=False, scale_weights=True, programs=2)),
-    _ConfigRow(_HOPPER, False, (2, 4, 8), 2, 128, Config(128, 64, scale_weights=True, programs=2)),
-    # One tile of all rows decodes each weight once. With still more rows, wide tiles read `x` less often.
-    _ConfigRow(_HOPPER, False, (4,), 2, 256, Config(256, 64, scale_weights=True, programs=1)),
-    _ConfigRow(_HOPPER, False, (4,), 2, 2**31, Config(256, 128, 8, scale_weights=True, programs=1)),
-    _ConfigRow(_HOPPER, False, (2, 8), 2, 2**31, Config(128, 64, scale_weights=True, programs=2)),
-    _ConfigRow("", False, (2, 4, 8), 2, 2**31, Config(64, 64, 4, 2, weight_left=False, scale_weights=True, programs=2)),
+    _ConfigRow(_HOPPER, False, (4, 8), 2, 128, Config(128, 64, scale_weights=True, programs=2)),
+    # A tile of all rows decodes each weight once.
+    _ConfigRow(_HOPPER, False, (4,), 2, 2**31, Config(256, 64, scale_weights=True, programs=1)),
+    _ConfigRow(_HOPPER, False, (8,), 2, 2**31, Config(128, 64, scale_weights=True, programs=2)),
     # A byte of many codes needs as many tiles of `x`, which must all fit into shared memory.
+    _ConfigRow(_HOPPER, False, (2,), 2, 2**31, Config(128, 64, 4, 2, scale_weights=True, programs=2)),
+    _ConfigRow("", False, (2, 4, 8), 2, 2**31, Config(64, 64, 4, 2, weight_left=False, scale_weights=True, programs=2)),
     _ConfigRow("", False, (1,), 2, 2**31, Config(32, 64, 4, 2, weight_left=False, scale_weights=True, programs=1)),
     _ConfigRow("", True, (2, 4, 8), 2, 16, Config(16, 64, weight_left=False)),
     _ConfigRow(_HOPPER, True, (4,), 2, 2**31, Config(64, 128, weight_left=False, programs=2)),
@@ -173,7 +174,7 @@ class _Weight(NamedTuple):
     def load_tile(
         self, layout: Layout, n: Array, step: Array, begin: int | Array, dtype: DTypeLike, interpret: bool
     ) -> list[tuple[Array, Array | None]]:
-        """Decodes the run at byte `begin` of a step, of rows `n`: returns values and scales of each plane."""
+        """Returns the values and scales of each plane, of the run at byte `begin` of a step."""
         byte = step * _step_bytes(layout) + begin
         codes = self.codes[n[:, None], (byte + jnp.arange(_run_bytes(layout), dtype=jnp.int32))[None, :]]
         planes = []
@@ -248,7 +249,10 @@ def _vector_product(
     precision: PrecisionLike,
     interpret: bool,
 ) -> None:
-    """As `_product`, for one row of `x`: without tensor cores, decoded weights need no exchange between threads."""
+    """As `_product`, for one row of `x`.
+
+    Without tensor cores, threads need not exchange decoded weights.
+    """
     del precision
     (m_size, _), n_size, dtype = x_ref.shape, weight.codes.shape[0], x_ref.dtype
     tile, part = pl.program_id(0), pl.program_id(1)

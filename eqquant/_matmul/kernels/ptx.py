@@ -48,9 +48,10 @@ def lookup_asm(bits: int, plane: int) -> str:
 
 
 def small_integer_asm(bits: int, plane: int, offset: int, dtype: DTypeLike) -> str:
-    """Returns PTX that converts a plane of four bytes, `$2`, to 16-bit integers plus `offset` in `$0` and `$1`.
+    """Returns PTX that converts a plane of four bytes, `$2`, to 16-bit floats in `$0` and `$1`.
 
-    `$3` is the word of `make_table`: twice the float whose last bit counts units, for codes to replace its last bits.
+    They are the codes plus `offset`. `$3` is the word of `make_table`: twice the float whose last bit counts units. Codes
+    replace its last bits.
     """
     name, unit = {"bfloat16": ("bf16x2", 2**7), "float16": ("f16x2", 2**10)}[jnp.dtype(dtype).name]
     twice = lambda value: int(np.asarray(value, dtype).view(np.uint16)) * 0x10001
@@ -64,7 +65,7 @@ def small_integer_asm(bits: int, plane: int, offset: int, dtype: DTypeLike) -> s
 
 
 def small_code_asm(layout: Layout, plane: int, dtype: DTypeLike) -> str:
-    """Returns the PTX for codes of at most four bits, with the words of `make_table` from `$3` on, one in four."""
+    """Returns the PTX that decodes a plane of four bytes of codes of at most four bits."""
     if _is_small_integer(layout, dtype):
         return small_integer_asm(layout.bits, plane, int(layout.offset), dtype)
     return lookup_asm(layout.bits, plane)
@@ -163,7 +164,10 @@ def decode(
     dtype: DTypeLike,
     interpret: bool,
 ) -> Float[Array, "rows run"]:
-    """Returns the values of one plane, minus the zero point of each row. `table` is of `load_table`."""
+    """Returns the values of one plane, minus the zero point of each row.
+
+    `table` is the result of `load_table`.
+    """
     if layout.bits == 8 and layout.kind == "integer":
         offset = jnp.int32(layout.offset) if zero is None else (layout.offset - zero)[:, None]
         offset = jnp.broadcast_to(offset, codes.shape)

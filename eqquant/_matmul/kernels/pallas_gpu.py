@@ -31,7 +31,7 @@ from ..._compat import pallas_triton as plgpu
 from ..._native.weight import Layout
 from ..._numerics import packing
 from .packed import alignment_refusal, decode_scale, PackedWeight, pallas_refusal
-from .ptx import decode, load_table, make_table, multiply_add, multiply_pairs
+from .ptx import decode, load_table, make_table, multiply_add, multiply_pairs, Table
 from .target import TargetDevice
 from .xla import add_remainder
 
@@ -161,7 +161,7 @@ class _Weight(NamedTuple):
     scale: jax.Ref | Array
     row_scale: jax.Ref | Array | None
     zero_point: jax.Ref | Array | None
-    table: jax.Ref | Array | list[Array]
+    table: jax.Ref | Array
 
     def load_row_scales(self, layout: Layout, n: Array, dtype: DTypeLike) -> Float32[Array, " rows"] | None:
         """Returns the per-channel factors, or `None`."""
@@ -172,7 +172,14 @@ class _Weight(NamedTuple):
         return ft.reduce(jnp.multiply, factors) if factors else None
 
     def load_tile(
-        self, layout: Layout, n: Array, step: Array, begin: int | Array, dtype: DTypeLike, interpret: bool
+        self,
+        layout: Layout,
+        table: Table,
+        n: Array,
+        step: Array,
+        begin: int | Array,
+        dtype: DTypeLike,
+        interpret: bool,
     ) -> list[tuple[Array, Array | None]]:
         """Returns the values and scales of each plane, of the run at byte `begin` of a step."""
         byte = step * _step_bytes(layout) + begin
@@ -182,7 +189,7 @@ class _Weight(NamedTuple):
             block = jax.lax.div(_column(step, begin, plane, layout), jnp.int32(layout.block_size))
             zero = None if self.zero_point is None else self.zero_point[n, block].astype(jnp.int32)
             scale = None if layout.per_channel else decode_scale(self.scale[n, block], layout.scale)
-            planes.append((decode(codes, zero, plane, layout, self.table, dtype, interpret), scale))
+            planes.append((decode(codes, zero, plane, layout, table, dtype, interpret), scale))
         return planes
 
 
@@ -213,11 +220,13 @@ def _product(
     rows = jnp.minimum(n, n_size - 1)  # rows past the last one are computed, but not stored
     step_bytes, run = _step_bytes(layout), _run_bytes(layout)
     first, last = _step_range(_kernel_length(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
-    weight = weight._replace(table=load_table(weight.table, layout, dtype, interpret))
+    table = load_table(weight.table, layout, dtype, interpret)
 
     def multiply(index: Array, total: Array) -> Array:
         for begin in range(0, step_bytes, run):
-            for plane, (values, scale) in enumerate(weight.load_tile(layout, rows, index, begin, dtype, interpret)):
+            for plane, (values, scale) in enumerate(
+                weight.load_tile(layout, table, rows, index, begin, dtype, interpret)
+            ):
                 column = _column(index, begin, plane, layout) + jnp.arange(run, dtype=jnp.int32)
                 x = _load(x_ref, m, column, m < m_size)
                 if scale is not None and config.scale_weights:
@@ -260,11 +269,13 @@ def _vector_product(
     rows = jnp.minimum(n, n_size - 1)
     step_bytes, run = _step_bytes(layout), _run_bytes(layout)
     first, last = _step_range(_kernel_length(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
-    weight = weight._replace(table=load_table(weight.table, layout, dtype, interpret))
+    table = load_table(weight.table, layout, dtype, interpret)
 
     def multiply(index: Array, total: Array) -> Array:
         for begin in range(0, step_bytes, run):
-            for plane, (values, scale) in enumerate(weight.load_tile(layout, rows, index, begin, dtype, interpret)):
+            for plane, (values, scale) in enumerate(
+                weight.load_tile(layout, table, rows, index, begin, dtype, interpret)
+            ):
                 x = x_ref[m, _column(index, begin, plane, layout) + jnp.arange(run, dtype=jnp.int32)]
                 x = jnp.broadcast_to(x.astype(jnp.float32)[None, :], values.shape)
                 sums = jnp.sum(values.astype(jnp.float32) * x, axis=1)
@@ -296,14 +307,14 @@ def _transposed_product(
     runs = _step_bytes(layout) // run
     column_step, begin = tile // m_tiles // runs, tile // m_tiles % runs * run
     first, last = _step_range(pl.cdiv(n_size, config.tile_n), part, y_ref.shape[0])
-    weight = weight._replace(table=load_table(weight.table, layout, dtype, interpret))
+    table = load_table(weight.table, layout, dtype, interpret)
 
     def multiply(index: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         n = index * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
         rows = jnp.minimum(n, n_size - 1)
         x = _load(x_ref, m, n, m < m_size, n < n_size)
         sums, row_scale = [], weight.load_row_scales(layout, rows, dtype)
-        for values, scale in weight.load_tile(layout, rows, column_step, begin, dtype, interpret):
+        for values, scale in weight.load_tile(layout, table, rows, column_step, begin, dtype, interpret):
             scale = ft.reduce(jnp.multiply, [s for s in (scale, row_scale) if s is not None])
             sums.append(plgpu.dot(x, _apply_scale(values, scale, interpret), precision=precision))
         return tuple(total + s for total, s in zip(totals, sums, strict=True))

@@ -50,8 +50,8 @@ def lookup_asm(bits: int, plane: int) -> str:
 def small_integer_asm(bits: int, plane: int, offset: int, dtype: DTypeLike) -> str:
     """Returns PTX that converts a plane of four bytes, `$2`, to 16-bit floats in `$0` and `$1`.
 
-    They are the codes plus `offset`. `$3` is the word of `make_table`: twice the float whose last bit counts units. Codes
-    replace its last bits.
+    They are the codes plus `offset`. `$3` is the word of `make_table`: twice the float whose last bit counts units, and
+    codes replace its last bits.
     """
     name, unit = {"bfloat16": ("bf16x2", 2**7), "float16": ("f16x2", 2**10)}[jnp.dtype(dtype).name]
     twice = lambda value: int(np.asarray(value, dtype).view(np.uint16)) * 0x10001
@@ -118,7 +118,11 @@ def make_table(layout: Layout, dtype: DTypeLike, interpret: bool) -> Array:
     return jnp.asarray(np.append(words, np.int32(0x44444444)))
 
 
-def load_table(table: jax.Ref, layout: Layout, dtype: DTypeLike, interpret: bool) -> "jax.Ref | list[Array]":
+# Of `load_table`: a table in memory, or words in registers.
+Table = jax.Ref | Array | list[Array]
+
+
+def load_table(table: jax.Ref | Array, layout: Layout, dtype: DTypeLike, interpret: bool) -> Table:
     """Loads the words of a table, once per program.
 
     A word is the same in all threads. But the compiler would then copy it to a register of the thread at each use, so
@@ -160,7 +164,7 @@ def decode(
     zero: Int32[Array, " rows"] | None,
     plane: int,
     layout: Layout,
-    table: jax.Ref | list[Array],
+    table: Table,
     dtype: DTypeLike,
     interpret: bool,
 ) -> Float[Array, "rows run"]:
@@ -176,7 +180,7 @@ def decode(
         return _asm(integer_asm(dtype), [codes, (2**23 - offset).astype(jnp.float32)], dtype)
     if layout.kind in ("float8_e4m3fn", "float8_e5m2"):
         return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(dtype)
-    if _is_in_registers(layout, dtype) and not interpret:
+    if isinstance(table, list):
         words = [jnp.broadcast_to(word, codes.shape) for word in table]
         values = _asm(small_code_asm(layout, plane, dtype), [codes, *words], dtype)
     else:

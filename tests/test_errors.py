@@ -449,6 +449,8 @@ def test_formats_pass_through(w):
         ("4-bit", "write 'nf4' or 'int4'"),
         ("q4_k_m", "write 'q4_k'"),
         ("itn8", "Did you mean 'int8'?"),
+        ("trellis_2", "Did you mean 'trellis2'?"),
+        ("q4-0", "Did you mean 'q4_0'?"),
     ],
 )
 def test_unknown_format_names(name, remedy):

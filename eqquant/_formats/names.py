@@ -61,14 +61,11 @@ def as_format(format: AbstractFormat | str, argument: str = "format") -> Abstrac
         raise TypeError(f"`{argument}` must be an instance. Got the class {name}. Write `{name}()`.")
     if not isinstance(format, str):
         raise TypeError(f"`{argument}` must be a format or the name of one. Got {format!r}. For instance 'int8'.")
-    cls, fields = FORMATS.get(format.lower()), {}
-    if cls is None and format[-1:].isdecimal():  # "trellis2", "mlx4"
-        cls, fields = FORMATS.get(format[:-1].lower()), {"bits": int(format[-1])}
-        cls = cls if cls is not None and "bits" in cls.__dataclass_fields__ else None
+    cls, fields = _find(format.lower())
     if cls is None:
-        remedy = _REMEDIES.get(format.lower().replace("-", "").replace("_", "")) or did_you_mean(
-            format.lower(), FORMATS
-        )
+        plain = format.lower().replace("-", "").replace("_", "")
+        meant = f"Did you mean {plain!r}?" if _find(plain)[0] else did_you_mean(format.lower(), FORMATS)
+        remedy = _REMEDIES.get(plain, meant)
         raise ValueError(f"`{argument}` must be one of {', '.join(sorted(FORMATS))}. Got {format!r}. {remedy}".rstrip())
     try:
         return cls(**fields)  # pyright: ignore[reportCallIssue]
@@ -77,6 +74,14 @@ def as_format(format: AbstractFormat | str, argument: str = "format") -> Abstrac
             f"`{argument}` {format!r} has no defaults, so its name is not enough. Got {format!r}. Construct it: "
             f"`{cls.__name__}(...)`{_names_by_bits(cls)}."
         ) from None
+
+
+def _find(name: str) -> tuple[type[AbstractFormat] | None, dict[str, int]]:
+    """Returns the class of a name, and the bits that it ends with: `"trellis2"`, `"mlx4"`."""
+    if name in FORMATS or not name[-1:].isdecimal():
+        return FORMATS.get(name), {}
+    cls = FORMATS.get(name[:-1])
+    return cls if cls is not None and "bits" in cls.__dataclass_fields__ else None, {"bits": int(name[-1])}
 
 
 def _names_by_bits(cls: type[AbstractFormat]) -> str:

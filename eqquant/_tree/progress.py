@@ -15,12 +15,13 @@ def show_progress(
 ) -> Iterator[Callable[..., None]]:
     """Shows a bar, and yields a function `advance(arrays=1, description=None)`.
 
-    Within an array the bar advances by the share of rows whose codes are found.
+    The bar goes to standard error unless a console is given. Within an array it advances by the share of rows whose
+    codes are found.
     """
     if not shown:
         yield lambda arrays=1, description=None: None
         return
-    with Progress(console=console, transient=transient) as bar:
+    with Progress(console=console or Console(stderr=True), transient=transient) as bar:
         task = bar.add_task(description, total=total)
 
         def advance(arrays: float | int = 1, description: str | None = None) -> None:

@@ -210,6 +210,7 @@ Made make(Random& random, const Cell* cell = nullptr) {
                          : below(random, 600);
   p.n = coin(random, 90) ? below(random, 40) : below(random, 300);
   p.k = coin(random, 70) ? below(random, 700) : coin(random) ? 128 * below(random, 9) : below(random, 3000);
+  if (p.m < 12 && p.n < 40 && coin(random, 8)) p.k = 4097 + below(random, 5000);  // scales are decoded 4096 at a time
   if (cell != nullptr) set_cell(*cell, &p);
   if (cell == nullptr) choose_codec(random, &p);
   const int64_t sizes[] = {16, 32, 64, 128, 256, 48, 1 + below(random, 100), p.k, p.k};

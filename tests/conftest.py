@@ -78,16 +78,18 @@ def pytest_collection(session):
 def pytest_collection_modifyitems(config, items):
     """Keeps one in `--every` cases of each test; of slow cases one in twice as many.
 
-    A test of fewer cases runs one each time, unless it is `long`: then one in `--every` runs.
+    A test of fewer cases runs one each time, unless it is `long`: then one in `--every` runs; or `daily`: then all.
     """
     every, offset = config.option.every, config.option.offset
-    tests = collections.defaultdict(list)
+    tests, kept = collections.defaultdict(list), set()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if every > 1 and "nightly" in marks:
             continue
+        if "daily" in marks:
+            kept.add(item)
+            continue
         tests[item.nodeid.partition("[")[0], "slow" in marks, "long" in marks].append(item)
-    kept = set()
     for (name, slow, long), cases in tests.items():
         if every == 1:
             kept.update(cases if config.option.markexpr or not slow else [])

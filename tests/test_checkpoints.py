@@ -727,6 +727,7 @@ def test_torchao_integers_and_floats(tmp_path):
         write_torchao(path, "l.weight", "Int8Tensor", {"scale": ("F32", s)})
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("blocked", [False, True])
 def test_torchao_microscaling(tmp_path, blocked):
     path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import eqquant as eqq
+from eqquant._wrappers.rotated import RotatedArray
 
 from .helpers import primitives, weights
 from .test_quax_packed import ARRAYS
@@ -136,6 +137,28 @@ def test_every_class(getkey, array):
         scanned = eqq.quaxify(each)(w, x)
     layers = eqq.quaxify(lambda w, x: jnp.stack([jnp.einsum("bi,oi->bo", x, w[n]) for n in range(4)]))
     np.testing.assert_allclose(scanned, layers(w, x), rtol=1e-5, atol=1e-5)
+
+
+def add_product(y, w):
+    return y + jnp.tanh(w @ y), w
+
+
+def add_products(carry):
+    return (*add_product(*carry[:2]), carry[2] + 1)
+
+
+def test_one_body_for_several_structures(getkey):
+    """JAX keeps a body that it has traced. So what belongs to the structure of a weight may not be kept with it."""
+    stack, x = weights(getkey(), (3, 64, 64)) / 8, weights(getkey(), (64,))
+    arrays = [eqq.quantize(stack, format) for format in (eqq.NF4(64), eqq.Int4(64))]  # leaves of the same shapes
+    arrays += [eqq.quantize(stack, eqq.NF4(64), axis=-2), *(RotatedArray(arrays[0], seed) for seed in (0, 1))]
+    for program in (
+        lambda w: lax.scan(add_product, x, w)[0],
+        lambda w: lax.cond(x[0] < 0, add_product, add_product, x, w[0])[0],
+        lambda w: lax.while_loop(lambda carry: carry[2] < 2, add_products, (x, w[1], 0))[0],
+    ):
+        for w in arrays:
+            np.testing.assert_allclose(eqq.quaxify(program)(w), program(w.dequantize()), rtol=1e-4, atol=1e-4)
 
 
 def test_factors_of_two_ranks(square, getkey):

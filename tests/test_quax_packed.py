@@ -179,6 +179,24 @@ def test_results_stay_packed(arguments, name, array):
         close(found, expected)
 
 
+# Leaves besides the codes move by rules of their own.
+MOVES = [*("slice", "reversed", "joined halves", "joined layers", "joined stacks", "pad", "pad layers", "take several")]
+MOVES += ["stack", "broadcast", "expand and squeeze", "swapped", "select", "ragged_dot", "experts of tokens"]
+
+
+@pytest.mark.filterwarnings("ignore:.*its products quantize no activations:UserWarning")
+def test_moves_of_wrappers(arguments):
+    """Values alone of each pair, of which a sample of cases would leave out most."""
+    x = arguments[1]
+    for array in ("scaled", "rotated", "permuted", "factors", "static by layer"):
+        w = ARRAYS[array](arguments[0])
+        for name in MOVES:
+            rounds = isinstance(w, eqq.arrays.ActivationQuantizedArray) and (array, name) not in DENSE
+            expected = with_rounded_inputs(name, w, x) if rounds else PROGRAMS[name](w.dequantize(), x)
+            found = eqq.quaxify(PROGRAMS[name])(w, x)
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=5e-4, err_msg=f"{array}, {name}")
+
+
 @ft.cache  # one program for the dense values of all classes
 def with_gradient(f):
     """A compiled function of the result of `f`, and a gradient with respect to `x`."""

@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config, items):
         marks = {mark.name for mark in item.iter_markers()}
         if every > 1 and "nightly" in marks:
             continue
-        if "daily" in marks:
+        if "daily" in marks and "slow" not in marks:
             kept.add(item)
             continue
         tests[item.nodeid.partition("[")[0], "slow" in marks, "long" in marks].append(item)

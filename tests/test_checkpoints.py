@@ -19,6 +19,8 @@ from eqquant.io._tensors import NewTensor
 from .helpers import assert_same, outputs, weights
 
 
+pytestmark = pytest.mark.daily  # each layout has lines of its own, and takes some hundredths of a second
+
 GOLDEN = Path(__file__).parent / "golden"
 VECTORS = json.loads((GOLDEN / "oracle_vectors.json").read_text())
 floats = lambda text: np.frombuffer(bytes.fromhex(text), "<f4")
@@ -727,7 +729,6 @@ def test_torchao_integers_and_floats(tmp_path):
         write_torchao(path, "l.weight", "Int8Tensor", {"scale": ("F32", s)})
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize("blocked", [False, True])
 def test_torchao_microscaling(tmp_path, blocked):
     path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)

@@ -75,6 +75,27 @@ def test_appending_step_by_step_equals_appending_at_once(way):
             np.testing.assert_array_equal(stored[1, :, :whole], expected.dequantize())
 
 
+def test_sequences_of_a_batch_do_not_change_each_other():
+    """Each grows at its own pace, and fills windows at other steps than the others."""
+    keys, values = data(3, tokens=60)
+    steps = ([16, 5, 0], [3, 16, 2], [0, 16, 16], [9, 1, 16])
+    for way in ({"keys": "int8"}, {"keys": "int8", "window": 16}, {"keys": None, "window": 8}):
+        cache = eqq.QuantizedCache.empty((3, HEADS, 64, SIZE), **way)
+        alone = [eqq.QuantizedCache.empty((HEADS, 64, SIZE), **way) for _ in range(3)]
+        for counts in steps:
+            now = lambda x, n, cache=cache: jax.lax.dynamic_slice_in_dim(x[n], int(cache.length[n]), 16, axis=1)
+            new = [[now(x, n) for n in range(3)] for x in (keys, values)]
+            cache = append(cache, *map(jnp.stack, new), jnp.asarray(counts))
+            alone = [append(c, *(x[n] for x in new), jnp.asarray(counts[n])) for n, c in enumerate(alone)]
+        queries = weights(jr.key(1), (3, HEADS, 2, SIZE))
+        assert cache.length.tolist() == [28, 38, 34]
+        for n, one in enumerate(alone):
+            seen = np.asarray(one.positions[0] < one.length)
+            np.testing.assert_array_equal(cache.positions[n], one.positions)
+            found, expected = cache.scores(queries)[n], one.scores(queries[n])
+            np.testing.assert_allclose(found[..., seen], expected[..., seen], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.long
 def test_attention_equals_dense_attention_of_dequantized_keys_and_values():
     keys, values = data()

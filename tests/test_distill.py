@@ -1,5 +1,7 @@
 """`distill`: never worse than its start; trained and untouched leaves."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -116,6 +118,18 @@ def test_blocks(capsys):
     of = lambda block: float(jnp.mean(jnp.square(run_layer(block, inputs) - run_layer(model[1], wanted))))
     assert of(found[1]) < of(q[1])
     assert "block 3 of 3, pass 1" in capsys.readouterr().out
+
+
+def test_a_block_gets_what_the_trained_blocks_before_it_return(capsys):
+    model = eqx.nn.Sequential([eqx.nn.Linear(16, 16, key=jr.key(n)) for n in range(2)])
+    q, x = eqq.quantize_tree(model, eqq.Int2(16)), list(weights(jr.key(2), (2, 32, 16)))
+    blocks = [(lambda m, n=n: m[n], run_layer) for n in range(2)]
+    found = eqq.distill_blocks(q, model, x[:1], blocks, passes=1, optimizer=optax.adam(0.03), held_out=x[1:])
+    outputs, wanted = q[1], model[1]
+    outputs, wanted = (jax.vmap(f)(jax.vmap(g)(x[1])) for f, g in ((outputs, found[0]), (wanted, model[0])))
+    start = float(jnp.sum(jnp.square(outputs - wanted)) / jnp.sum(jnp.square(wanted)))
+    (shown,) = re.findall(r"block 2 of 2, held-out loss ([\d.]+) at the start", capsys.readouterr().out)
+    np.testing.assert_allclose(float(shown), start, rtol=1e-3)
 
 
 def test_errors(setting):

@@ -147,6 +147,31 @@ def test_smoothquant_is_the_formula(model, stats):
     close(kept.array, w * factor)
 
 
+def test_several_weights_share_their_factors(model, stats):
+    """Of weights of different sizes in either order, the larger one counts."""
+    for larger in ("gate", "up"):
+        weight_of = lambda m, larger=larger: getattr(m.layers[0], larger).weight
+        grown = eqx.tree_at(weight_of, model, 9 * weight_of(model))
+        both = [np.asarray(getattr(grown.layers[0], name).weight) for name in ("gate", "up")]
+        x = stats["layers.0.up.weight"]
+        known = stats.without_fingerprints()
+        folded = eqq.transforms.smooth(grown, eqq.transforms.SmoothQuant(known, 0.7), fold=FOLD, online=False)
+        factor = np.maximum(-x.min, x.max) ** 0.7 / np.abs(both).max(axis=(0, 1)) ** 0.3
+        close(folded.layers[0].gate.weight, both[0] * factor)
+        close(folded.layers[0].norm.weight, np.asarray(grown.layers[0].norm.weight) / factor)
+        method = eqq.transforms.AWQ(known, eqq.Int2(16), grid=6)
+        folded = eqq.transforms.smooth(grown, method, fold=FOLD, online=False)
+        found = np.asarray(grown.layers[0].norm.weight) / np.asarray(folded.layers[0].norm.weight)
+
+        def error(factor, both=both):
+            scaled = [eqq.quantize(jnp.asarray(w * factor, jnp.float32), eqq.Int2(16)) for w in both]
+            changes = [np.asarray(q.dequantize(), np.float64) / factor - w for q, w in zip(scaled, both, strict=True)]
+            return sum(np.einsum("oi,ij,oj->", change, x.gram, change) for change in changes)
+
+        powers = [x.mean_abs ** float(beta) for beta in method.exponents]
+        close(found, min((p / np.sqrt(p.min() * p.max()) for p in powers), key=error), 1e-4)
+
+
 def test_awq_takes_the_best_of_its_grid(model, stats):
     method = methods(stats)["awq"]
     kept = eqq.transforms.smooth(model, method).layers[1].up.weight

@@ -155,15 +155,23 @@ def test_tokenizers_for_llama_cpp(folder):
 
 
 def test_shared_keys_and_scaled_rotations_for_llama_cpp(folder):
-    """Two heads of queries share the keys. Frequencies of Llama 3 are divided as `transformers` scales them."""
+    """Two heads of queries share the keys, and biases move as the rows of their weights.
+
+    Frequencies of Llama 3 are divided as `transformers` scales them.
+    """
     tensors, keys = load_file(folder / "model.safetensors"), np.arange(32 * 64, dtype=np.float32).reshape(32, 64)
     shared = {f"model.layers.0.self_attn.{part}_proj.weight": keys for part in "kv"}
-    save_file({**tensors, **shared}, folder / "model.safetensors")
+    sizes = {"q": 64, "k": 32, "v": 32}
+    biases = {f"model.layers.0.self_attn.{part}_proj.bias": np.arange(n, dtype=np.float32) for part, n in sizes.items()}
+    save_file({**tensors, **shared, **biases}, folder / "model.safetensors")
     scaling = {**LLAMA3, "original_max_position_embeddings": 512}
     (folder / "config.json").write_text(json.dumps({**LLAMA, "num_key_value_heads": 1, "rope_scaling": scaling}))
     out = to_gguf(folder)
     np.testing.assert_array_equal(out["blk.0.attn_k.weight"][:4], keys[[0, 16, 1, 17]])
     np.testing.assert_array_equal(out["blk.0.attn_v.weight"], keys)
+    np.testing.assert_array_equal(out["blk.0.attn_q.bias"][30:36], [15, 31, 32, 48, 33, 49])
+    np.testing.assert_array_equal(out["blk.0.attn_k.bias"][:4], [0, 16, 1, 17])
+    np.testing.assert_array_equal(out["blk.0.attn_v.bias"], np.arange(32))
     frequencies = 10_000.0 ** (-np.arange(0, 32, 2) / 32)
     turns = 512 * frequencies / (2 * np.pi)
     between = (turns - 1) / (4 - 1) * frequencies + (4 - turns) / (4 - 1) * frequencies / 8

@@ -68,6 +68,7 @@ SEARCHED = {
 EXACT = {
     "amax": lambda _: eqq.quantize(weight(), "int4").dequantize(),
     "MSE": lambda _: eqq.quantize(weight(), eqq.Int4(32, symmetric=False), method=eqq.MSE()).dequantize(),
+    "one scale for the tensor": lambda _: eqq.quantize(weight(), eqq.Int8("tensor"), method=eqq.MSE()).dequantize(),
     "bitsandbytes": lambda path: rewrite(path, "bitsandbytes", eqq.NF4(32)),
     "compressed-tensors": lambda path: rewrite(path, "compressed-tensors", eqq.Int3(32)),
     "gptq": lambda path: rewrite(path, "gptq", eqq.Int4(32, symmetric=False)),

@@ -205,6 +205,16 @@ def test_stacks_in_one_product(operands):
     np.testing.assert_array_equal(observe_amax(merged, models), shared)
 
 
+def test_some_of_a_stack_are_not_known_yet(operands):
+    """Each matrix has its own amax: a known one, and the current one where it is zero."""
+    x, _, _ = operands
+    stack = weights(jr.key(7), (3, 24, 40))
+    known = jnp.asarray([[2.0, 3, 1], [0, 0, 0], [4, 0, 0]])
+    y = x @ delayed(stack, largest=known)["w"].mT
+    for n, w in enumerate(stack):
+        np.testing.assert_array_equal(y[n], x @ delayed(w, largest=known[n])["w"].T)
+
+
 def test_amax_of_several_uses_adds_up(operands):
     x, w, dy = operands
     twice = lambda model: product(model, x, dy) + product(model, 2 * x, dy)

@@ -375,3 +375,27 @@ def test_unmatched_rules_are_reported():
 def test_malformed_braces(names):
     with pytest.raises(ValueError, match="of `names` must have groups such as"):
         eqq.io.plan_load({"p": jnp.ones(3)}, {"x.p": jnp.ones(3)}, names)
+
+
+def test_norms_and_heads_of_gguf_by_architecture(tmp_path):
+    """llama.cpp adds one to the norms of Gemma, and reorders the heads of Llama; other families are as they are."""
+    halves = [0, 2, 1, 3, 4, 6, 5, 7]  # of two heads, whose halves alternate in the file
+    adds_one, reorders = {"gemma", "gemma2", "gemma3"}, {"llama"}
+    arrays = {
+        "blk.0.attn_norm.weight": np.arange(8.0),
+        "blk.0.attn_q.weight": np.eye(8),
+        "blk.0.attn_v.weight": np.eye(8),
+    }
+    arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
+    model = {
+        "layers": [{"attention_norm": {"weight": zeros(8)}, "attention": {x: {"weight": zeros(8, 8)} for x in "qv"}}]
+    }
+    for name in (*adds_one, *reorders, "qwen2", "qwen3", "phi3", "gpt2", "mine"):
+        metadata = {"general.architecture": name, f"{name}.attention.head_count": 2}
+        eqq.io.write(tmp_path / f"{name}.gguf", arrays, "gguf", metadata=metadata)
+        checkpoint = eqq.io.open(tmp_path / f"{name}.gguf")
+        layer = eqq.io.load_into(model, checkpoint, ready.gguf(checkpoint))["layers"][0]
+        np.testing.assert_array_equal(layer["attention_norm"]["weight"], np.arange(8.0) - (name in adds_one))
+        order = halves if name in reorders else range(8)
+        np.testing.assert_array_equal(layer["attention"]["q"]["weight"], np.eye(8)[list(order)])
+        np.testing.assert_array_equal(layer["attention"]["v"]["weight"], np.eye(8))

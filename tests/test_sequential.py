@@ -63,6 +63,18 @@ def by_hand(model, groups, method):
     return model
 
 
+def test_a_layer_of_a_stack_gets_the_outputs_of_quantized_layers():
+    """With two layers of one weight each, the second follows from inputs that the quantized first one returns."""
+    w, x = weights(jr.key(0), (2, 16, 16)) / 2, weights(jr.key(1), (64, 16))
+    layer = lambda x, w: jnp.tanh(x @ w.T)
+    apply = lambda m, x: jax.lax.scan(lambda x, w: (layer(x, w), None), x, m["w"])[0]
+    q = eqq.quantize_sequentially({"w": w}, [x], FORMAT, eqq.GPTQ(), apply=apply, correction=0)["w"]
+    for n in range(2):
+        one = eqq.quantize(w[n], FORMAT, method=eqq.GPTQ(gram=x.T @ x / len(x)))
+        np.testing.assert_allclose(q[n], one.dequantize(), atol=1e-5)
+        x = layer(x, one.dequantize())
+
+
 @pytest.fixture(scope="module")
 def expected():
     model = eqq.quantize_tree(Layers(False), FORMAT, where=lambda m: m.words)

@@ -9,7 +9,9 @@ import pytest
 from jax import lax
 
 import eqquant as eqq
+from eqquant._wrappers.permuted import PermutedArray
 from eqquant._wrappers.rotated import RotatedArray
+from eqquant._wrappers.scaled import ScaledArray
 
 from .helpers import primitives, weights
 from .test_quax_packed import ARRAYS
@@ -159,6 +161,18 @@ def test_one_body_for_several_structures(getkey):
     ):
         for w in arrays:
             np.testing.assert_allclose(eqq.quaxify(program)(w), program(w.dequantize()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [3, 16])
+def test_layers_that_share_a_vector(getkey, layers):
+    """Also where there are as many layers as inputs."""
+    stack, x = eqq.quantize(weights(getkey(), (layers, 16, 16)) / 4, "int8"), weights(getkey(), (16,))
+    factors = weights(getkey(), (layers, 2, 16)), weights(getkey(), (layers, 16, 2))
+    permuted = PermutedArray(stack, jnp.roll(jnp.arange(16), 3).astype(jnp.uint32))
+    program = lambda w: lax.scan(add_product, x, w)[0]
+    arrays = [permuted, ScaledArray(stack, jnp.linspace(0.5, 2, 16)), eqq.arrays.LoraArray(permuted, *factors, 0.1, 1)]
+    for w in arrays:
+        np.testing.assert_allclose(eqq.quaxify(program)(w), program(w.dequantize()), rtol=1e-4, atol=1e-4)
 
 
 def test_factors_of_two_ranks(square, getkey):

@@ -34,7 +34,7 @@ Index: TypeAlias = (
 _HIDDEN_FROM_DIR = {
     *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
     *("as_matrices", "constraints", "deferred", "dense_for_jax", "holds_codes", "linear", "lost_in_jax", "observes"),
-    *("quantized_as", "with_dense_weight"),
+    *("quantized_as", "shares", "with_dense_weight"),
 }
 
 
@@ -105,6 +105,11 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     def nbytes(self) -> int:
         """The stored bytes."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(self))
+
+    def shares(self, leaf: Array) -> bool:
+        """For loops: whether all matrices of a stack share a leaf that is no scalar."""
+        del leaf
+        return False
 
     def aval(self) -> jax.core.ShapedArray:
         """For Quax: the abstract value that JAX sees."""

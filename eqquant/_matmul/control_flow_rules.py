@@ -120,9 +120,18 @@ def _along_loop(x: Value, length: int) -> Value:
     """
     if not isinstance(x, AbstractArrayValue):
         return x
-    x = jtu.tree_map(lambda leaf: jnp.broadcast_to(leaf, (length,)) if leaf.ndim == 0 else leaf, x)
-    is_stack = all(leaf.shape[0] == length for leaf in jtu.tree_leaves(x))
-    return x if is_stack else x.materialise()
+    if not _is_stack(x, length):
+        return x.materialise()
+    return jtu.tree_map(lambda leaf: jnp.broadcast_to(leaf, (length,)) if leaf.ndim == 0 else leaf, x)
+
+
+def _is_stack(x: AbstractArrayValue, length: int) -> bool:
+    """Returns whether all leaves but scalars have a first axis of so many layers."""
+    is_nested = lambda part: isinstance(part, AbstractArrayValue) and part is not x
+    return all(
+        _is_stack(part, length) if is_nested(part) else not part.ndim or part.shape[0] == length and not x.shares(part)
+        for part in jtu.tree_leaves(x, is_leaf=is_nested)
+    )
 
 
 @quax.register(lax.while_p)

@@ -125,6 +125,10 @@ class AbstractMappedArray(AbstractWrapper):
             return linear(self.array, self.map_inputs(as_floats(x), -1), options)
         return self.map_back(linear(self.array, as_floats(x), options), -1)
 
+    def shares(self, leaf: Array) -> bool:
+        """For loops: whether all matrices of a stack share a leaf, such as one vector of factors."""
+        return leaf.ndim <= self.ndim - 2
+
     def with_dense_weight(self) -> None:
         """For products: `None`, since a dense weight is a plain array."""
 

@@ -161,8 +161,8 @@ def native_sanitized(session: nox.Session) -> None:
     options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_SANITIZE=ON", "-DEQQUANT_EMULATE=ON"]
     session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *options)
     session.run("cmake", "--build", build, "--target", "unit", "fuzz")
-    seed = str(datetime.datetime.now(datetime.UTC).date().toordinal())  # other cells every day
-    runs = (["fuzz", "grid", "600", seed], ["unit"], ["fuzz", *(session.posargs or ["800"])])
+    seed = str(datetime.datetime.now(datetime.UTC).date().toordinal())  # other cells and problems every day
+    runs = (["fuzz", "grid", "600", seed], ["unit"], ["fuzz", *(session.posargs or ["800", seed])])
     run = lambda args: session.run(str(Path(build) / args[0]), *args[1:], external=True)
     with ThreadPoolExecutor(2) as pool:  # each keeps one core busy
         list(pool.map(run, runs))

@@ -220,6 +220,8 @@ def test_nvfp4_examples_share_no_scale(getkey):
     y = jax.vmap(lambda x: a @ x)(x)
     np.testing.assert_allclose(y, jnp.stack([a @ row for row in x]), rtol=1e-5)
     np.testing.assert_allclose(y[0] / 1e-3, jnp.stack([a @ (row / 1e-3) for row in x])[0], rtol=1e-3)
+    both = DynamicRows(jnp.stack([x, x[::-1]]), eqq.NVFP4()).dequantize()
+    np.testing.assert_array_equal(both[0], both[1, ::-1])
 
 
 @pytest.mark.long

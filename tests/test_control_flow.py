@@ -62,6 +62,9 @@ DENSE = {
     "scan, results": lambda w, x: x @ lax.scan(lambda n, _: (n, w * n), 2.0, length=3)[1],
     "while_loop, dense": while_loop(changed),
     "while_loop, transposed": while_loop(transposed),
+    "while_loop, constants": lambda w, x: lax.while_loop(
+        lambda y: jnp.max(y @ w) + jnp.max(x) < 9, lambda y: 2 * y @ jnp.tanh(w.T), jnp.abs(x) / 99
+    ),
     "a loop in a branch": lambda w, x: lax.cond(x[0, 0] > 0, loop(lambda w, _: w.T), lambda w, x: x @ w, w, x),
     "a branch in a loop": loop(lambda w, _: lax.cond(jnp.sum(w[0]) > 0, same, transposed, w)),
 }
@@ -189,6 +192,12 @@ def test_a_stack_of_products_with_a_factor(getkey):
     with eqq.no_dense():
         y = eqq.quaxify(program)(w, x)
     np.testing.assert_allclose(y, program(w.dequantize(), x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_stack_whose_layers_share_an_array(getkey):
+    w = ScaledArray(eqq.quantize(weights(getkey(), (4, 48, 64)), "nf4"), 1 + jnp.arange(64.0))
+    x, program = weights(getkey(), (2, 64)), lambda w, x: lax.scan(lambda n, w: (n, x @ w.T), 0, w)[1]
+    np.testing.assert_allclose(eqq.quaxify(program)(w, x), program(w.dequantize(), x), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.long

@@ -12,6 +12,8 @@ import pytest
 
 import eqquant as eqq
 from eqquant._matmul.kernels import xla_cpu
+from eqquant._matmul.problem import MatmulProblem
+from eqquant._wrappers.low_precision import LowPrecisionArray
 
 from .helpers import assert_close, FORMATS, primitives, temp_bytes, weights
 
@@ -89,6 +91,10 @@ def test_where_the_quantized_axis_is_not_one_of_the_last_two(getkey):
         x = weights(getkey(), (K, columns))
         assert_close(w @ x, jnp.matmul(w.dequantize(), x))
         assert (eqq.explain_matmul(w, x).implementation == "dense") is dense
+    told = eqq.explain_matmul(conv, x)
+    assert "a part of the quantized axes (-2, -1)" in told.verdicts["dense"] and told.problem[:3] == (1, 8 * N, K)
+    row = eqq.explain_matmul(LowPrecisionArray(weights(getkey(), (K,)), "int8", "int8"), x)
+    assert row.verdicts["dense"].startswith("it has one dimension") and row.problem[:3] == (1, 1, K)
 
 
 @pytest.mark.parametrize("xdtype", ["float32", "bfloat16", "float16", "int32", "int8", "bool"])
@@ -331,13 +337,19 @@ def test_explain(q, platform):
     assert told.platform == (platform or jax.default_backend())
     assert told.verdicts[told.implementation].startswith("chosen") and "xla" in told.verdicts
     assert sum(v.startswith("chosen") for v in told.verdicts.values()) == 1
-    assert told.problem[:3] == (5, N, K) and not told.problem.transpose
+    assert told.problem == MatmulProblem(5, N, K, np.dtype("float32"), q.format, False)
+    assert "dequantized" not in told.verdicts[told.implementation]
+    table = told.__rich__()
+    chosen = [verdict.startswith("chosen") for verdict in table.columns[1].cells]
+    assert [row.style == "bold" for row in table.rows] == chosen
+    assert table.title.startswith(f"float32(5, {K}) . W({N}, {K})^T, ")
+    across = eqq.explain_matmul(jnp.ones(N), q, platform=platform)
+    assert across.problem.transpose and across.__rich__().title.startswith(f"float32(1, {N}) . W({N}, {K}), ")
     for name in (*told.verdicts, repr(q.format), told.platform, "float32"):
         assert name in str(told)
     assert json.loads(json.dumps(told.to_dict()))["implementation"] == told.implementation
     if platform == "cuda":
         assert "cpu, cpu_int8 " in str(told) and str(told).count("it is for cpu, and this is cuda") == 1
-    assert eqq.explain_matmul(jnp.ones(N), q, platform=platform).problem.transpose
     assert eqq.explain_matmul(q, jnp.ones((2, K, 4)), platform=platform).problem.m == 8
     with pytest.raises(TypeError, match="quantized operand"):
         eqq.explain_matmul(x, x)

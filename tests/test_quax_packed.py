@@ -240,6 +240,30 @@ def test_gradients_of_weights_take_the_rule_of_a_user(arguments, name, compile):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=5e-4)
 
 
+@pytest.mark.parametrize("prevent_cse", [True, False, (True, False)])
+def test_checkpoint_keeps_prevent_cse(arguments, prevent_cse):
+    """For each operand at most: the codes are several, so one that prevents it stands for all."""
+    run = eqq.quaxify(jax.checkpoint(product, prevent_cse=prevent_cse))
+    (equation,) = jax.make_jaxpr(run)(nf4(arguments[0][1]), arguments[1]).eqns
+    assert equation.params["prevent_cse"] is (prevent_cse is not False)
+
+
+def test_products_of_codes_and_codes(arguments):
+    w, x = (eqq.quantize(a, "int8") for a in (arguments[0][1], arguments[1]))
+    traced = jax.make_jaxpr(eqq.quaxify(product))(w, x)
+    (found,) = [e for e in traced.eqns if e.primitive.name == "quantized_matmul"]
+    assert "QuantizedArray" in str(found.params["x_tree"])
+
+
+def test_custom_jvp_of_codes_and_floats(arguments):
+    w, x, pair = nf4(arguments[0][1]), arguments[1], jax.custom_jvp(lambda w, x: (w, 2 * x))
+    pair.defjvp(lambda primals, tangents: (pair(*primals), (tangents[0], 2 * tangents[1])))
+    program = lambda w, x: product(*pair(w, x))
+    with eqq.no_dense():
+        y = eqq.quaxify(program)(w, x)
+    np.testing.assert_allclose(y, program(w.dequantize(), x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:.*its products quantize no activations:UserWarning")
 @pytest.mark.parametrize("array", ARRAYS)
 def test_pads_that_become_dense(arguments, array):

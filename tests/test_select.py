@@ -66,6 +66,8 @@ def test_several_indices(getkey, stack):
     close(q @ x[:, :, None], w @ x[:, :, None])
     close(jnp.tensordot(q, x, ((0,), (0,))), jnp.tensordot(w, x, ((0,), (0,))))
     close(jax.vmap(lambda n, x: eqq.take_layer(stack, n) @ x)(chosen, x), jnp.einsum("mnk,mk->mn", w, x))
+    by_rows, y = lambda w, y: jnp.einsum("mnk,mnk->mn", w, y), weights(getkey(), (3, 48, 200))
+    close(eqq.quaxify(by_rows)(q, y), by_rows(w, y))
     close(jax.vmap(lambda x: eqq.take_layer(stack, 1) @ x)(x), x @ dense[1].T)
     both = jax.tree_util.tree_map(lambda a: jnp.stack([a, a[::-1]]), stack)
     y = jax.vmap(lambda stack, n: eqq.take_layer(stack, n) @ x[0])(both, chosen[:2])

@@ -91,7 +91,7 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
         traced = jax.make_jaxpr(matmul)(*operands)
     except (TypeError, ValueError) as e:
         weight = next(filter(is_quantized, jtu.tree_leaves(q, is_leaf=is_quantized)), q)
-        if isinstance(axes := getattr(weight, "axis", -1), int):
+        if not isinstance(axes := getattr(weight, "axis", None), tuple):
             raise
         raise ValueError(
             "`explain_matmul` explains matmuls alone, and these shapes fit none. Got "

@@ -197,7 +197,7 @@ def _search(
     changes = jnp.zeros((groups, 0 if feedback is None else length), jnp.float32)
     costs = jnp.zeros(groups, jnp.float32) if shared is None else jnp.where(group == shared, 0.0, jnp.inf)
 
-    def advance(state: tuple[Array, Array], step: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+    def advance(state: tuple[Array, Array], step: tuple[Any, ...]) -> tuple[tuple[Array, Array], Array]:
         costs, changes = state  # of the best path to each group: its cost, and what it subtracts from each value
         n, value, weight, row = step
         target = value if feedback is None else value - changes[:, n][None, :]
@@ -211,8 +211,8 @@ def _search(
         costs = jnp.min(totals, axis=-1)
         return (costs - jnp.min(costs), changes), choice  # relative to the least, so that small costs are exact
 
-    rows = jnp.zeros((length, 0), jnp.float32) if feedback is None else feedback
-    (costs, _), chosen = jax.lax.scan(advance, (costs, changes), (jnp.arange(length), values, weights, rows))
+    steps = (jnp.arange(length), values, weights, feedback)
+    (costs, _), chosen = jax.lax.scan(advance, (costs, changes), steps)
 
     def trace_back(group: Array, choices_of_groups: Array) -> tuple[Array, Array]:
         window = group * choices + choices_of_groups[group]

@@ -22,6 +22,7 @@ from eqquant._matmul.kernels.target import TargetDevice
 from eqquant._matmul.problem import describe_matmul
 from eqquant._matmul.rows import DynamicRows
 from eqquant._native import library as native
+from eqquant._native.weight import Layout
 from eqquant._numerics import packing
 
 from .helpers import interpreted, relative_error, weights
@@ -123,6 +124,24 @@ def test_the_longest_sums_do_not_overflow():
 
 
 @pytest.mark.parametrize(
+    ("format", "k"), [(eqq.Int8(block_size=32), 224), (eqq.Int8(block_size=3 * 2**14), 3 * 2**15)]
+)
+def test_blocks_of_sums(getkey, monkeypatch, format, k):
+    """Three of seven blocks at a time; and blocks longer than sums, which must end where blocks do."""
+    monkeypatch.setattr(xla_codes, "_PARTIAL_BYTES", 3 * 4 * 5 * 24)
+    x, w = (weights(getkey(), (rows, k)) * jnp.linspace(0.1, 9, k)[None] for rows in (5, 24))
+    x, w = eqq.quantize(x, format), eqq.quantize(w, format)
+    close(eqq.matmul(x, w.T, implementation="xla"), x.dequantize(), w.dequantize())
+
+
+def test_which_tables_are_integers():
+    layout = lambda *table: Layout(64, 2, 64, table)
+    assert xla_codes.is_integer(layout(-127.0, 0.0, 5.0, 127.0))
+    assert not xla_codes.is_integer(layout(-128.0, 0.0, 5.0, 127.0))
+    assert not xla_codes.is_integer(layout(-127.0, 0.0, 0.5, 127.0))
+
+
+@pytest.mark.parametrize(
     ("x_format", "w_format", "kind"),
     [
         ("int8", "int8", "int8"),
@@ -146,6 +165,7 @@ def test_types_on_accelerators(getkey, x_format, w_format, kind):
         close(y, x.dequantize(), w.dequantize())
     if kind == "float8":
         assert xla_codes.choose_operand_type(*layouts, TargetDevice("cuda", "A100", 8.0)) is None
+        assert xla_codes.choose_operand_type(*layouts, TargetDevice("cuda", "L4", 8.9)) == kind
 
 
 @pytest.mark.long

@@ -101,9 +101,11 @@ def test_vmap_folds_examples_into_rows(operands):
 
 
 @pytest.mark.long
-def test_a_batch_of_weights(getkey):
-    w, x, dy = (weights(getkey(), shape) for shape in ((3, 24, 40), (3, 5, 40), (3, 5, 24)))
-    product = lambda w, x, dy: jax.vjp(lambda w, x: x @ LowPrecisionArray(w, "fp8", "fp8", False).mT, w, x)[1](dy)
+@pytest.mark.parametrize("format", [eqq.FP8(), eqq.Int8("tensor")], ids=str)
+def test_a_batch_of_weights(getkey, format):
+    size = jnp.array([0.1, 1, 10])[:, None, None]  # each matrix has a scale of its own
+    w, x, dy = (size * weights(getkey(), shape) for shape in ((3, 24, 40), (3, 5, 40), (3, 5, 24)))
+    product = lambda w, x, dy: jax.vjp(lambda w, x: x @ LowPrecisionArray(w, format, format, False).mT, w, x)[1](dy)
     together = product(w, x, dy)
     each = [product(*operands) for operands in zip(w, x, dy, strict=True)]
     for got, expected in zip(together, zip(*each, strict=True), strict=True):

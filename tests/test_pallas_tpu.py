@@ -9,7 +9,7 @@ import pytest
 import eqquant as eqq
 from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
-from eqquant._matmul.kernels import pallas_tpu
+from eqquant._matmul.kernels import pallas_tpu, vpu
 from eqquant._matmul.kernels.target import TargetDevice
 
 from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, mark_slow, relative_error, weights
@@ -17,7 +17,7 @@ from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, mark_slow, relativ
 
 N, K = 140, 1094  # a tile and a part of one; for every number of bits whole pairs of segments, and a rest
 REFUSED = ("dynamic8", "codebook_256")  # 256 values are too many to look up
-TAKEN = [name for name in KINDS_IN_KERNELS if name not in REFUSED]
+TAKEN = [*(name for name in KINDS_IN_KERNELS if name not in REFUSED), "int8_affine"]
 
 
 def product(getkey, name, m, dtype, transpose, precision):
@@ -78,3 +78,36 @@ def test_unsupported_products():
         assert "not native" in why(layout("nf4"), dtype=dtype)
     assert "nothing" in why(layout("nf4"), m=0) and "nothing" in why(layout("nf4"), n=0)
     assert "do not fit into VMEM" in why(layout("int8", 2**22))
+
+
+def test_config_of_a_device(monkeypatch):
+    layouts = {bits: make_layout(format, 128) for bits, format in ((4, eqq.NF4()), (8, eqq.Int8()))}
+    own = pallas_tpu.Config(8, 128, 1)
+    monkeypatch.setitem(pallas_tpu.CONFIGS, ("v9", 4, "blocks"), own)
+    assert pallas_tpu.tune("TPU v9 lite", layouts[4]) == own != pallas_tpu.tune("TPU v5", layouts[4])
+    assert pallas_tpu.tune("TPU v9 lite", layouts[8]) == pallas_tpu.CONFIGS["any", 8, "per_channel"]
+
+
+def test_tiles_shrink_until_they_fit():
+    def tiling(length, transpose, config=pallas_tpu.CONFIGS["any", 4, "blocks"]):
+        layout = make_layout(eqq.NF4(), length)
+        return pallas_tpu._tiling(layout, 999, 8, jnp.bfloat16, transpose, "default", config)
+
+    # The bytes of two tiles: codes and scales, twice and of a multiple of 128 lanes; then copies of `x`, or results.
+    for transpose, rows in ((False, 64 * 8320 * 2 * 2), (True, 64 * 8320 * 4)):
+        found = tiling(130 * 64, transpose)
+        assert (found.tile_m, found.tile_n, found.copies) == (64, 256, 2)
+        assert found.vmem_bytes == 2 * (256 * (4160 - 64 + 8 * 256) + rows // 8320 * 8192) + 2**23
+    for length, tiles in ((2**16, (32, 256)), (2**17, (16, 128))):
+        found = tiling(length, False)
+        assert (found.tile_m, found.tile_n) == tiles and found.vmem_bytes <= pallas_tpu.VMEM_BYTES
+    assert tiling(2**17, False, pallas_tpu.Config(64, 192, 8)).tile_n == 128
+
+
+def test_float16_from_its_bits():
+    bits = np.arange(2**16, dtype=np.uint16)
+    values = bits.view(np.float16).astype(np.float32)
+    found = np.asarray(vpu.decode_float16(jnp.asarray(bits)))
+    number = ~np.isnan(values)
+    assert (np.isnan(found) != number).all()
+    np.testing.assert_array_equal(found.view(np.uint32)[number], values.view(np.uint32)[number])  # and signs of zero

@@ -131,7 +131,8 @@ def test_blocks_of_sums(getkey, monkeypatch, format, k):
     monkeypatch.setattr(xla_codes, "_PARTIAL_BYTES", 3 * 4 * 5 * 24)
     x, w = (weights(getkey(), (rows, k)) * jnp.linspace(0.1, 9, k)[None] for rows in (5, 24))
     x, w = eqq.quantize(x, format), eqq.quantize(w, format)
-    close(eqq.matmul(x, w.T, implementation="xla"), x.dequantize(), w.dequantize())
+    for x in (x, jax.tree.map(lambda a: a[:1], x)):
+        close(eqq.matmul(x, w.T, implementation="xla"), x.dequantize(), w.dequantize())
 
 
 def test_which_tables_are_integers():

@@ -142,6 +142,13 @@ def test_weights_of_columns(name, getkey):
 
 
 @every_vector
+def test_range_of_the_codec(name):
+    """Native kernels allow for values up to a power of two, the least above the levels."""
+    codec, largest = FORMATS[name].format.codec, FORMATS[name].format.levels[-1]
+    assert codec.lowest == -(2 ** (codec.bits - 1)) and codec.lowest < -largest <= codec.lowest / 2
+
+
+@every_vector
 def test_any_bytes_are_values(name):
     for length in (512, 300, 7, 1):
         q = random_array(name, (3, length))

@@ -414,7 +414,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=40, help="how many mutants of each file run; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
     help = "that the tests of a mutant take without it; the quickest of them run"
-    parser.add_argument("--seconds", type=float, default=6, help=help)
+    parser.add_argument("--seconds", type=float, default=20, help=help)
     parser.add_argument("--match", default="", help="a part of what is printed of mutants")
     parser.add_argument("--tests", default="", help="what pytest is asked to run, instead of the tests of a file")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further mutant runs")

@@ -204,7 +204,7 @@ def _sharding_rule(
 
     def name_dimension(count: int, name: str) -> str:
         """Names a dimension of `count` entries along the quantized axis, as parts of equal length."""
-        if parts == 1 or count % parts != 0:
+        if parts == 1:
             return name
         if count == parts:
             return "parts"

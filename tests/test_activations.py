@@ -123,9 +123,7 @@ def test_the_longest_sums_do_not_overflow():
     np.testing.assert_allclose(eqq.matmul(x, w.T, implementation="xla"), np.full((2, 3), -k), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("format", "k"), [(eqq.Int8(block_size=32), 224), (eqq.Int8(block_size=3 * 2**14), 3 * 2**15)]
-)
+@pytest.mark.parametrize(("format", "k"), [(eqq.Int8(block_size=32), 224), (eqq.Int8(block_size=3 * 2**14), 3 * 2**15)])
 def test_blocks_of_sums(getkey, monkeypatch, format, k):
     """Three of seven blocks at a time; and blocks longer than sums, which must end where blocks do."""
     monkeypatch.setattr(xla_codes, "_PARTIAL_BYTES", 3 * 4 * 5 * 24)

@@ -77,8 +77,6 @@ def test_batches(getkey, monkeypatch, limit):
 def test_values_beyond_bfloat16_are_its_largest():
     """Scales are float32, so the outermost level may be beyond: it is not infinite, as with `dequantize`."""
     scale, zero = jnp.full((1, 1), 3.3985e38 / 15), jnp.zeros((1, 1), jnp.uint8)
-    q = eqq.quantize(
-        jnp.full((1, 64), 3.38e38, jnp.bfloat16), eqq.Int4(symmetric=False), scale=scale, zero_point=zero
-    )
+    q = eqq.quantize(jnp.full((1, 64), 3.38e38, jnp.bfloat16), eqq.Int4(symmetric=False), scale=scale, zero_point=zero)
     y = product(jnp.eye(1, 64), q, False)
     assert float(y[0, 0]) == float(q.dequantize()[0, 0]) == float(jnp.finfo(jnp.bfloat16).max)

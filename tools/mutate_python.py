@@ -87,7 +87,7 @@ TESTS = {
     "_matmul/primitive_rules": """test_matmul.py test_select.py test_experts.py test_dispatch.py
         -k 'test_matmul or test_select or ragged or export'""",
     "_matmul/partition": """test_partition.py
-        -k 'tensor_parallel or scattered or fully or both_operands or cover_more or parts or stacked or more_devices'""",
+        -k 'tensor_par or scattered or fully or both_operands or cover_more or parts or stacked or more_devices'""",
     "_matmul/quax": "test_quax_packed.py test_operators.py --every 4",
     "_matmul/rounded": "test_low_precision.py test_delayed.py",
     "_matmul/control_flow": "test_control_flow.py",

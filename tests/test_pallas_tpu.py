@@ -11,6 +11,7 @@ from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels import pallas_tpu, vpu
 from eqquant._matmul.kernels.target import TargetDevice
+from eqquant._native.weight import Layout
 
 from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, mark_slow, relative_error, weights
 
@@ -111,3 +112,15 @@ def test_float16_from_its_bits():
     number = ~np.isnan(values)
     assert (np.isnan(found) != number).all()
     np.testing.assert_array_equal(found.view(np.uint32)[number], values.view(np.uint32)[number])  # and signs of zero
+
+
+def test_both_halves_of_a_table_share_registers():
+    """A zero in the first half may meet a negative value in the second."""
+    table = (0.0, 3.0, 0.5, 1.0, -2.0, 0.25, 7.0, 5.0, -1.0, 2.0, -0.5, 0.0, -4.0, 9.0, -6.0, 8.0)
+    decoder = vpu.Decoder(Layout(128, 4, 64, table), jnp.bfloat16)
+    first, second = np.split((np.asarray(table, np.float32) / np.float32(decoder.step)).astype(jnp.bfloat16), 2)
+    pairs = jnp.asarray(decoder.table()[:8])
+    as_float = lambda bits: np.asarray(bits).view(np.float32)
+    np.testing.assert_array_equal(as_float(pairs << 16), second.astype(np.float32))
+    found = as_float(pairs).astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_allclose(found, first.astype(np.float32), rtol=0, atol=1e-38)

@@ -145,6 +145,10 @@ def test_stacked_weights(getkey, mesh):
     scanned = jax.jit(lambda x, q: jax.lax.scan(lambda _, xq: (None, xq[0] @ xq[1].T), None, (x, q))[1])
     assert_close(scanned(xs, qs), expected)
     assert collectives(scanned, xs, qs) == []
+    for format in ("q4_k", eqq.NF4(double_quant=True)):  # scales of scales, which devices share or not
+        q = eqq.quantize(weights(getkey(), (3, N, K)), format)
+        y = batched(put(x, mesh, P(None, "data", "model")), put(q, mesh, P(None, None, "model")))
+        assert_close(y, batched(x, q))
 
 
 def test_a_batch_of_vectors_is_one_product(getkey, mesh):

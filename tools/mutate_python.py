@@ -58,7 +58,7 @@ NUMERICS = """test_numerics.py test_packing.py test_formats.py test_errors.py
     or int2 or affine or equals or codes_of or integers or mlx or block_size or format_names or pass_through'"""
 TRELLIS = "test_trellis.py -k 'by_hand or best_sequence or minimizes or outlier or names or scales'"
 PALLAS_TPU = """test_pallas_tpu.py -m 'slow or not slow'
-    -k 'unsupported or bits or tiles or config or highest or transposed or 300 and (nf4 or affine)'"""
+    -k 'unsupported or bits or halves or tiles or config or highest or transposed or 300 and (nf4 or affine)'"""
 TESTS = {
     "_numerics/hadamard": "test_rotations.py -k 'transpose or matrices'",
     "_numerics/hashing": "test_low_precision.py -k 'hashes or seed'",

@@ -111,6 +111,8 @@ def test_a_batch_of_weights(getkey, format):
     for got, expected in zip(together, zip(*each, strict=True), strict=True):
         np.testing.assert_allclose(got, jnp.stack(expected), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jax.vmap(product)(w, x, dy)[0], together[0], rtol=1e-5, atol=1e-6)
+    change = lambda w, x: jax.jvp(lambda w: x @ LowPrecisionArray(w, format, format).mT, (w,), (w,))[1]
+    np.testing.assert_allclose(change(w, x)[2], change(w[2], x[2]), rtol=1e-5, atol=1e-5)
     # One input for many weights, and per-example gradients.
     one_token = jax.vmap(lambda w: LowPrecisionArray(w, "int8", "int8") @ x[0, 0])(w)
     np.testing.assert_allclose(one_token[1], LowPrecisionArray(w[1], "int8", "int8") @ x[0, 0], rtol=1e-5, atol=1e-6)

@@ -147,8 +147,12 @@ def test_stacked_weights(getkey, mesh):
     assert collectives(scanned, xs, qs) == []
     for format in ("q4_k", eqq.NF4(double_quant=True)):  # scales of scales, which devices share or not
         q = eqq.quantize(weights(getkey(), (3, N, K)), format)
-        y = batched(put(x, mesh, P(None, "data", "model")), put(q, mesh, P(None, None, "model")))
-        assert_close(y, batched(x, q))
+        row = put(x, mesh, P(None, "data", "model")), put(q, mesh, P(None, None, "model"))
+        program, found = compile(batched, *row)
+        assert [kind for kind, *_ in found] == ["all-reduce"]
+        assert_close(program(*row), batched(x, q))
+        dy = weights(getkey(), (3, M, N))
+        assert_close(put(dy, mesh, P(None, "data")) @ row[1], dy @ q)
 
 
 def test_a_batch_of_vectors_is_one_product(getkey, mesh):
@@ -217,6 +221,15 @@ def test_exported_and_on_one_device(getkey, mesh):
     alone = jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,))
     assert_close(product(put(x, alone, P("one")), put(q, alone, P("one"))), product(x, q))
     np.testing.assert_array_equal(len(mesh.devices.flat), 8)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_kernels_of_one_tpu(count):
+    """The compiler for TPUs divides no kernel among devices."""
+    mesh = jax.make_mesh((count,), ("all",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+    q, x = eqq.quantize(jnp.ones((N, K), jnp.bfloat16), "nf4"), jnp.ones((4, K), jnp.bfloat16)
+    traced = jax.jit(product).trace(put(x, mesh, P()), put(q, mesh, P("all")))
+    assert ("tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()) == (count == 1)
 
 
 @pytest.fixture(scope="module")

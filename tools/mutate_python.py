@@ -85,7 +85,7 @@ TESTS = {
     "_matmul/selected": "test_select.py -k 'not devices and not training'",
     "_matmul/rows": "test_activations.py -k 'no_scale or straight or lowest or nan_in or transformations'",
     "_matmul/primitive_rules": """test_matmul.py test_select.py test_experts.py test_dispatch.py
-        -k 'test_matmul or test_select or ragged or export'""",
+        test_partition.py -k 'test_matmul or test_select or ragged or export or one_tpu'""",
     "_matmul/partition": """test_partition.py
         -k 'tensor_par or scattered or fully or both_operands or cover_more or parts or stacked or more_devices'""",
     "_matmul/quax": "test_quax_packed.py test_operators.py --every 4",

@@ -302,3 +302,13 @@ def test_sharding_is_static_and_follows_the_axes(getkey):
     out = jax.vmap(lambda q: seen.append(q.sharding) or q.T)(stacked)
     assert seen == [spec] and out.sharding == PartitionSpec(None, "b", "a")
     assert jtu.tree_map(lambda a: a[0], stacked).sharding == spec
+
+
+def test_what_quaxify_passes_and_returns():
+    q = eqq.quantize(jnp.ones((8, 64)), "nf4")
+    seen = []
+    record = lambda w: seen.append(eqq.is_quantized(w)) or w.T
+    for run in (eqq.quaxify(record), eqq.quaxify(record, filter_spec=False)):
+        assert eqq.is_quantized(run(q))
+    assert seen == [False, True]  # a tracer of Quax; the array itself
+    assert isinstance(eqq.quaxify(lambda w: w * 2)(q), jax.Array)

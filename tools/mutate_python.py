@@ -88,7 +88,8 @@ TESTS = {
         test_partition.py -k 'test_matmul or test_select or ragged or export or one_tpu'""",
     "_matmul/partition": """test_partition.py
         -k 'tensor_par or scattered or fully or both_operands or cover_more or parts or stacked or more_devices'""",
-    "_matmul/quax": "test_quax_packed.py test_operators.py --every 4",
+    "_matmul/quaxify": "test_ecosystem.py test_operators.py -k quaxify",
+    "_matmul/quax": "test_quax_packed.py test_operators.py -k 'test_operators or nf4 or codes'",
     "_matmul/rounded": "test_low_precision.py test_delayed.py",
     "_matmul/control_flow": "test_control_flow.py",
     "_matmul/checkpoint": "test_quax_packed.py test_control_flow.py -k 'custom or checkpoint or rules'",

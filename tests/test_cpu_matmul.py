@@ -49,6 +49,17 @@ def check_terms(y, x, w):
 
 
 @needs_native
+@pytest.mark.parametrize(
+    "dtype, precision, coarse",
+    [("float32", None, "false"), ("float32", "tensorfloat32", "true"), ("bfloat16", "highest", "true")],
+)
+def test_which_products_may_round_inputs(dtype, precision, coarse):
+    multiply = lambda x, q: eqq.matmul(x, q.T, precision=precision, implementation="cpu")
+    q = eqq.quantize(jnp.ones((8, 64), dtype), "nf4")
+    assert f"coarse = {coarse}" in jax.jit(multiply).lower(jnp.ones((2, 64), dtype), q).as_text()
+
+
+@needs_native
 def test_few_calls_from_matmul_to_the_kernel(getkey, monkeypatch):
     """A reader passes twelve functions from `x @ q` to the call of a kernel; `docs/design.md` names them."""
     found, original = [], jax.ffi.ffi_call

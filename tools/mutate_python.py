@@ -79,7 +79,8 @@ TESTS = {
     "kernels/cpu": "test_cpu_matmul.py --every 30",
     "kernels/xla.": "test_dispatch.py test_pallas_tpu.py -k 'xla_on_gpu or test_float32'",
     "_matmul/dispatch": """test_dispatch.py test_activations.py test_select.py
-        -k 'pref or forc or prec or types or refus or symbolic or small_floats or few_rows_mult or several_indices'""",
+        -k 'pref or forc or prec or types or refus or symbolic or small_floats or few_rows_mult or several_indices
+        or empty_batch or stacked'""",
     "_matmul/explain": "test_matmul.py test_activations.py test_explain.py -k 'explain or last_two'",
     "_matmul/problem": "test_matmul.py test_activations.py test_dispatch.py -k 'explain or pref'",
     "_matmul/selected": "test_select.py -k 'not devices and not training'",

@@ -62,12 +62,9 @@ def _wrap_kernel(platform: str, load: Callable[[], ModuleType], *, takes_stored:
             target=target,
             **({"column_major": problem.column_major} if takes_stored else {}),
         )
-        batch = x.shape[:-2]
-        if math.prod(batch) == 0:
-            return _run_xla(x, w, problem, target)
         if takes_stored:
             return product(x, as_stored_weight(w))
-        weight = as_packed_weight(w)
+        batch, weight = x.shape[:-2], as_packed_weight(w)
         if not batch:
             return product(x, weight)
         flat = jtu.tree_map(lambda a: a.reshape(math.prod(batch), *a.shape[-2:]), (x, weight))

@@ -34,7 +34,7 @@ Index: TypeAlias = (
 _HIDDEN_FROM_DIR = {
     *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
     *("as_matrices", "constraints", "deferred", "dense_for_jax", "holds_codes", "linear", "lost_in_jax", "observes"),
-    *("quantized_as", "shares", "with_dense_weight"),
+    *("quantized_as", "shares_vectors", "with_dense_weight"),
 }
 
 
@@ -72,6 +72,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     frozen: ClassVar[tuple[str, ...]] = ()
     quantized_as: ClassVar[str] = ""  # for errors: the attribute or call that gives a `QuantizedArray`
     lost_in_jax: ClassVar[str] = ""  # for warnings: the effect that is lost when JAX gets the dense array
+    shares_vectors: ClassVar[bool] = False  # whether the matrices of a stack may share a vector, such as of factors
     deferred: ClassVar[bool] = False  # whether it is an operation that `quaxify` defers, and never returns
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -105,11 +106,6 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     def nbytes(self) -> int:
         """The stored bytes."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(self))
-
-    def shares(self, leaf: Array) -> bool:
-        """For loops: whether all matrices of a stack share a leaf that is no scalar."""
-        del leaf
-        return False
 
     def aval(self) -> jax.core.ShapedArray:
         """For Quax: the abstract value that JAX sees."""

@@ -128,10 +128,14 @@ def _along_loop(x: Value, length: int) -> Value:
 def _is_stack(x: AbstractArrayValue, length: int) -> bool:
     """Returns whether all leaves but scalars have a first axis of so many layers."""
     is_nested = lambda part: isinstance(part, AbstractArrayValue) and part is not x
-    return all(
-        _is_stack(part, length) if is_nested(part) else not part.ndim or part.shape[0] == length and not x.shares(part)
-        for part in jtu.tree_leaves(x, is_leaf=is_nested)
-    )
+
+    def is_by_layer(part: AbstractArrayValue | jax.Array) -> bool:
+        if isinstance(part, AbstractArrayValue):
+            return _is_stack(part, length)
+        shared = x.shares_vectors and part.ndim <= x.ndim - 2
+        return part.ndim == 0 or (part.shape[0] == length and not shared)
+
+    return all(is_by_layer(part) for part in jtu.tree_leaves(x, is_leaf=is_nested))
 
 
 @quax.register(lax.while_p)

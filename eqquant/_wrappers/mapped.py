@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class AbstractMappedArray(AbstractWrapper):
     - `axis`: the axis of the inputs, -1 or -2.
     """
 
+    shares_vectors: ClassVar[bool] = True
     axis: eqx.AbstractVar[int]
 
     def __check_init__(self) -> None:
@@ -124,10 +125,6 @@ class AbstractMappedArray(AbstractWrapper):
         if self.axis == -1:
             return linear(self.array, self.map_inputs(as_floats(x), -1), options)
         return self.map_back(linear(self.array, as_floats(x), options), -1)
-
-    def shares(self, leaf: Array) -> bool:
-        """For loops: whether all matrices of a stack share a leaf, such as one vector of factors."""
-        return leaf.ndim <= self.ndim - 2
 
     def with_dense_weight(self) -> None:
         """For products: `None`, since a dense weight is a plain array."""

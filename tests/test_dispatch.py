@@ -380,10 +380,11 @@ def test_a_forced_implementation():
         dispatch.choose(TargetDevice("cuda"), PROBLEM, "pallas_tpu")
     with pytest.raises(ValueError, match="one of cpu, cpu_int8, pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"):
         dispatch.choose(TargetDevice("cuda"), PROBLEM, "fast")
-    old = PROBLEM._replace(format=eqq.MXFP8())
-    assert dispatch.choose(TargetDevice("cuda", capability=8.0), old, None)[0] == "xla"
-    with pytest.raises(ValueError, match="capability 8.0 have no floats of 8 bits"):
-        dispatch.choose(TargetDevice("cuda", capability=8.0), old, "pallas_gpu")
+    for format in (eqq.MXFP8(), eqq.NVFP4()):  # the weights, or their scales
+        small = PROBLEM._replace(format=format)
+        assert dispatch.choose(TargetDevice("cuda", capability=8.0), small, None)[0] == "xla"
+        with pytest.raises(ValueError, match="capability 8.0 have no floats of 8 bits"):
+            dispatch.choose(TargetDevice("cuda", capability=8.0), small, "pallas_gpu")
     for changes, why in (
         ({"dtype": jnp.dtype(jnp.float64)}, "float64"),
         ({"format": eqq.Int4(block_size=48)}, "blocks of 48"),

@@ -71,6 +71,14 @@ def test_dtypes(getkey, name, dtype, tol, transpose):
     assert y.dtype == x.dtype and relative_error(y, expected) < tol
 
 
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("levels", [np.linspace(-1e-6, 2e-6, 16), np.linspace(-1e6, 2e6, 16), 10**6 + np.arange(16)])
+def test_values_beyond_float16(getkey, levels, transpose):
+    """With more rows than those for which the kernel scales partial sums."""
+    x, q, expected = operands(getkey, eqq.Codebook(levels), 64, jnp.float16, transpose)
+    assert relative_error(run_interpreted(x, q, transpose), expected) < 6e-4
+
+
 @pytest.mark.parametrize("n, k", mark_slow(3, [(65, 128), (1, 129), (200, 1000)]))
 @pytest.mark.parametrize("split", [1, 7])
 @pytest.mark.parametrize(
@@ -105,6 +113,8 @@ def test_unsupported_products():
     assert "rows of 127 are shorter than the 128" in why(layout("nf4", 127))
     assert "float64" in why(layout("nf4"), dtype=jnp.float64)
     assert "nothing" in why(layout("nf4"), m=0) and "nothing" in why(layout("nf4"), n=0)
+    wide = layout("nf4", 2**16)  # rows of 32 KiB
+    assert why(wide, n=2**16) is None and why(wide, n=2**17 + 1) is None and "2 GiB" in why(wide, n=2**16 + 1)
 
 
 def test_every_product_has_a_configuration():

@@ -102,7 +102,8 @@ def _kind(table: tuple[float, ...]) -> Kind:
     values = np.asarray(table, np.float32)
     if not table:
         return "table"
-    if values[0] == np.trunc(values[0]) and (np.diff(values) == 1).all():
+    exact = np.abs(values).max() <= 2**8  # in every dtype of activations
+    if exact and values[0] == np.trunc(values[0]) and (np.diff(values) == 1).all():
         return "integer"
     codes = np.arange(len(values), dtype=np.uint8)
     for name in ("float8_e4m3fn", "float8_e5m2"):

@@ -72,7 +72,9 @@ _CONFIGS = (
     # Float32 tables are in memory, and a byte of many codes has many loads in flight.
     _ConfigRow("", False, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
     _ConfigRow("", False, (1, 2, 4), 2, 1, Config(1, 64, programs=16)),
-    _ConfigRow("", False, (1, 2, 4), 2, 16, Config(16, 64)),
+    _ConfigRow(_HOPPER, False, (1,), 2, 16, Config(16, 64)),
+    _ConfigRow("", False, (1,), 2, 16, Config(16, 64, num_stages=2)),
+    _ConfigRow("", False, (2, 4), 2, 16, Config(16, 64)),
     _ConfigRow("", False, (8,), 2, 16, Config(16, 64, programs=8)),
     _ConfigRow("", False, (2, 4, 8), 2, 32, Config(32, 64)),
     # With dozens of rows, scaling sums takes more time and registers than scaling weights.
@@ -123,12 +125,16 @@ def refusal(
         return "this release of JAX has no Pallas-Triton"
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"activations are {jnp.dtype(dtype)}; it takes bfloat16, float16 and float32"
-    if target.capability < 8.9 and layout.kind.startswith("float8"):
+    small_floats = layout.kind.startswith("float8") or layout.scale in ("e4m3", "e5m2")
+    if small_floats and target.capability < 8.9:
         return f"GPUs of compute capability {target.capability} have no floats of 8 bits"
     if layout.zero_points and layout.kind != "integer":
         return "the format has zero points, but its codes are not integers"
     if m * n == 0:
         return "there is nothing to compute"
+    # Pallas computes the offsets in arrays of at most 2**32 bytes with 32 bits and a sign.
+    if 2**31 < n * packing.packed_length(layout.length, layout.bits) <= 2**32:
+        return "the packed weight takes more than 2 GiB, and Pallas computes its offsets with 32 bits"
     if pallas_refusal(layout) is not None:
         return pallas_refusal(layout)
     if _kernel_length(layout) == 0:
@@ -382,6 +388,8 @@ def matmul(
     dot_precision = jax.lax.Precision.HIGHEST if precision == "highest" else None
     m, n, body = x.shape[0], weight.codes.shape[0], _kernel_length(layout)
     config = config or tune(target.device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
+    if x.dtype == jnp.float16 and not 1 <= layout.stretch(x.dtype) < 2:
+        config = config._replace(scale_weights=False)  # float16 might not hold a weight times such a factor
     m_tiles = pl.cdiv(m, config.tile_m)
     if transpose:
         kernel, outer, steps = _transposed_product, body, pl.cdiv(n, config.tile_n)

@@ -1,16 +1,17 @@
 """`pallas_gpu`: the quantized matmul for NVIDIA GPUs, in Pallas-Triton.
 
-The dense weight is never in memory.
+It never writes the dense weight to memory.
 
     y(m, n) = sum_blocks scale(n, block) * (x(m, block) . table[codes(n, block)]^T)
 
-Codes are decoded in registers (`ptx.py`) to the dtype of `x`, and multiplied by the tensor cores, or without them for
-one row of `x`. With few rows, the kernel scales partial sums, in float32, at one multiplication per result and block;
-with more rows it is cheaper to scale weights, which rounds scales to bfloat16 where `x` is.
+It decodes codes in registers (`ptx.py`) to the dtype of `x`, and multiplies them on tensor cores; one row of `x`,
+without them. With few rows, it scales partial sums in float32: one multiplication per result and block. With more rows
+it is cheaper to scale weights. If `x` is bfloat16, that rounds scales to bfloat16.
 
-The kernel reads bytes in runs, as they are packed (`packing.py`): 64 bytes, 128 for codes of eight bits, or a block if
-that is shorter. Plane `p` of a run holds as many consecutive codes, so it meets a contiguous tile of `x`, and has one
-scale per row. If a row does not end with a packed segment, XLA multiplies the remainder (less than 512 codes).
+Each iteration reads one step of each row of the weight: a packed segment (`packing.py`), 64 bytes, or up to 128 codes
+of eight bits. It decodes a step in runs: the step, or a block if that is shorter. Plane `p` of a run has one scale per
+row, and its codes are consecutive, so it is multiplied by a contiguous tile of `x`. If a row is not whole steps, XLA
+multiplies the remainder (less than 512 codes).
 
 The transposed product, `y(m, k) = sum_n x(m, n) * scale(n, block) * table[codes(n, block)]`, sums over rows with
 different scales, so it scales weights before it multiplies.
@@ -39,10 +40,10 @@ from .xla import add_remainder
 class Config(NamedTuple):
     """The tiling of a product: each program computes `tile_m * tile_n` results.
 
-    Programs with a `tile_m` of 1 do without tensor cores.
-    `split` programs share each sum; if `None`, as many as give each core `programs` to run. `weight_left` makes the
-    weight the left operand, for few rows of `x`: `wgmma` takes the left operand from registers, and allows few columns.
-    `scale_weights` scales weights instead of partial sums, for many rows.
+    With a `tile_m` of 1, they use no tensor cores, and only `tile_n`, `num_warps`, `split` and `programs` matter.
+    `split` programs share each sum (split-K); if `None`, as many as give each multiprocessor `programs` to run.
+    `weight_left` makes the weight the left operand, for few rows of `x`: `wgmma` takes only its left operand from
+    registers, and allows as few as 8 columns. `scale_weights` scales weights instead of partial sums, for many rows.
     """
 
     tile_m: int
@@ -59,17 +60,17 @@ class _ConfigRow(NamedTuple):
     device: str  # part of the name of the device, "" for any
     transpose: bool
     bits: tuple[int, ...]
-    itemsize: int  # the bytes of an activation
-    max_m: int
+    itemsize: int  # the bytes of an element of `x`
+    max_m: int  # the most rows of `x`
     config: Config
 
 
-# The first row that matches wins. For bfloat16 on Hopper, those of four bits are the fastest that were measured on an
-# H100 with JAX 0.11.2 (`benchmarks/gpu_matmul.py --tune`); other formats use the best of these. For float32, chosen by
-# registers and spills; for other devices, small enough for their shared memory.
+# The first row that matches wins. For bfloat16 and four bits on Hopper, the fastest on an H100 with JAX 0.11.2
+# (`benchmarks/gpu_matmul.py --tune`); other formats use the best of these. For float32, those that spill no registers.
+# For other devices, those that fit into the 99 KiB of shared memory of compute capability 8.6 and 8.9.
 _ANY, _HOPPER = (1, 2, 4, 8), "NVIDIA H"
 _CONFIGS = (
-    # Float32 tables are in memory, and a byte of many codes has many loads in flight.
+    # Kernels for float32 load values from a table in memory. Large tiles would spill.
     _ConfigRow("", False, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
     _ConfigRow("", False, (1, 2, 4), 2, 1, Config(1, 64, programs=16)),
     _ConfigRow(_HOPPER, False, (1,), 2, 16, Config(16, 64)),
@@ -77,25 +78,25 @@ _CONFIGS = (
     _ConfigRow("", False, (2, 4), 2, 16, Config(16, 64)),
     _ConfigRow("", False, (8,), 2, 16, Config(16, 64, programs=8)),
     _ConfigRow("", False, (2, 4, 8), 2, 32, Config(32, 64)),
-    # With dozens of rows, scaling sums takes more time and registers than scaling weights.
+    # From about 64 rows on, scaling partial sums takes more time and registers than scaling weights.
     _ConfigRow(_HOPPER, False, (2, 4, 8), 2, 64, Config(64, 128, weight_left=False, scale_weights=True, programs=2)),
     _ConfigRow(_HOPPER, False, (4, 8), 2, 128, Config(128, 64, scale_weights=True, programs=2)),
-    # A tile of all rows decodes each weight once.
+    # With up to 256 rows there is one tile of rows, so the kernel decodes each weight once.
     _ConfigRow(_HOPPER, False, (4,), 2, 2**31, Config(256, 64, scale_weights=True, programs=1)),
     _ConfigRow(_HOPPER, False, (8,), 2, 2**31, Config(128, 64, scale_weights=True, programs=2)),
-    # A byte of many codes needs as many tiles of `x`, which must all fit into shared memory.
+    # Fewer bits mean more planes, and the tiles of `x` of all planes are in shared memory together.
     _ConfigRow(_HOPPER, False, (2,), 2, 2**31, Config(128, 64, 4, 2, scale_weights=True, programs=2)),
     _ConfigRow("", False, (2, 4, 8), 2, 2**31, Config(64, 64, 4, 2, weight_left=False, scale_weights=True, programs=2)),
     _ConfigRow("", False, (1,), 2, 2**31, Config(32, 64, 4, 2, weight_left=False, scale_weights=True, programs=1)),
     _ConfigRow("", True, (2, 4, 8), 2, 16, Config(16, 64, weight_left=False)),
     _ConfigRow(_HOPPER, True, (4,), 2, 2**31, Config(64, 128, weight_left=False, programs=2)),
     _ConfigRow("", True, (2, 4, 8), 2, 2**31, Config(32, 64, weight_left=False, programs=2)),
-    # A byte of eight codes contributes to eight tiles of results.
+    # One accumulator per plane: eight for codes of one bit.
     _ConfigRow("", True, _ANY, 4, 2**31, Config(16, 32, weight_left=False)),
     _ConfigRow("", True, (1,), 2, 2**31, Config(16, 64, weight_left=False)),
 )
-# The number of streaming multiprocessors of each device.
-_CORES = {"H100": 132, "H200": 132, "A100": 108, "": 108}
+# The number of streaming multiprocessors (SMs) of each device.
+_SMS = {"H100": 132, "H200": 132, "A100": 108, "": 108}
 
 
 def tune(device: str, bits: int, itemsize: int, m: int, *, transpose: bool) -> Config:
@@ -110,9 +111,9 @@ def tune(device: str, bits: int, itemsize: int, m: int, *, transpose: bool) -> C
 def _split(config: Config, device: str, tiles: int, steps: int) -> int:
     if config.split is not None:
         return max(1, min(config.split, steps))
-    cores = next(count for name, count in _CORES.items() if name in device)
-    wanted = max(1, config.programs * cores / tiles)
-    # A power of two, to compile few kernels; at least four steps per part, to keep loads in flight.
+    sms = next(count for name, count in _SMS.items() if name in device)
+    wanted = max(1, config.programs * sms / tiles)
+    # A power of two, to compile few kernels; at least four steps per part, to pipeline loads.
     return max(1, min(1 << math.floor(math.log2(wanted)), steps // 4, 16))
 
 
@@ -144,13 +145,13 @@ def refusal(
 
 
 def _step_bytes(layout: Layout) -> int:
-    """Returns the bytes of a row per step: a packed segment; for codes of one byte, two runs."""
+    """Returns the bytes of a row per step: a packed segment, or for codes of eight bits 64 or 128."""
     wide = layout.bits == 8 and (layout.per_channel or layout.block_size % (2 * packing.PLANE) == 0)
     return packing.PLANE * (2 if wide and layout.length >= 2 * packing.PLANE else 1)
 
 
 def _run_bytes(layout: Layout) -> int:
-    """Returns the bytes of a row to decode at a time: each plane of them has one scale."""
+    """Returns the bytes of a row to decode at a time: in each plane, their codes share a scale."""
     return _step_bytes(layout) if layout.per_channel else min(_step_bytes(layout), layout.block_size)
 
 
@@ -170,7 +171,7 @@ class _Weight(NamedTuple):
     table: jax.Ref | Array
 
     def load_row_scales(self, layout: Layout, n: Array, dtype: DTypeLike) -> Float32[Array, " rows"] | None:
-        """Returns the per-channel factors, or `None`."""
+        """Returns the product of all per-channel factors of the result, or `None`."""
         stretch = layout.stretch(dtype)
         factors = [decode_scale(self.scale[n, 0], layout.scale)] if layout.per_channel else []
         factors += [self.row_scale[n, 0]] if self.row_scale is not None else []
@@ -202,7 +203,7 @@ class _Weight(NamedTuple):
 def _column(step: Array, begin: int | Array, plane: int, layout: Layout) -> Array:
     """Returns the first column of a plane of the run at byte `begin` of a step.
 
-    Without a division, after which Triton would not know that columns are aligned, and load single values of `x`.
+    It does not divide: after a division, Triton would not know the alignment, and would not vectorize loads of `x`.
     """
     return (step * layout.planes + plane) * _step_bytes(layout) + begin
 
@@ -266,7 +267,7 @@ def _vector_product(
 ) -> None:
     """As `_product`, for one row of `x`.
 
-    Without tensor cores, threads need not exchange decoded weights.
+    It uses no tensor cores, so threads need not exchange decoded weights in shared memory.
     """
     del precision
     (m_size, _), n_size, dtype = x_ref.shape, weight.codes.shape[0], x_ref.dtype

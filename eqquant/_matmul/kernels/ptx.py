@@ -1,16 +1,18 @@
 """Decodes codes in the registers of NVIDIA GPUs, for Pallas-Triton kernels.
 
 - Codes of at most four bits become 16-bit values by `prmt`, the byte permutation of NVIDIA GPUs. Four nibbles of packed
-  codes *are* its selectors, so it looks four codes up in a table of eight bytes. Two lookups and a selection make a
-  table of sixteen. The low and the high bytes of the values have a table each. This takes two instructions per weight.
-- Integers of at most four bits become the last bits of a 16-bit float whose last bit counts units, which is then
-  subtracted: less than two instructions.
-- Integers of eight bits become the low mantissa bits of the float32 2**23, which is then subtracted: less than three
-  fast instructions, instead of a slow conversion.
-- Float32 values and tables of 256 are loaded from a table in memory.
+  codes *are* its selectors, so one `prmt` looks up four codes in a table of eight bytes. Two lookups and a selection
+  make a table of sixteen. The low and the high bytes of the values have a table each. This takes about three
+  instructions per weight of four bits.
+- Integers of at most four bits become the last bits of a 16-bit float with a unit in the last place of 1: 2**7 in
+  bfloat16, 2**10 in float16. An `fma` subtracts that float: less than two instructions per weight.
+- Integers of eight bits become the last bits of the float32 2**23, which is then subtracted: less than three fast
+  instructions, instead of a slow conversion.
+- 8-bit floats are converted by Triton.
+- Others are loaded from a table in memory: tables of 256 values, and for float32 all codes of at most four bits.
 
-Triton cannot express the first three, so they are inline assembly. Pallas cannot interpret that: `interpret` looks
-values up in the table instead, and the tests run the assembly in an emulator.
+Triton cannot express the first three, so they are inline assembly. Pallas cannot interpret that: with `interpret`,
+`decode` looks values up in the table instead, and the tests run the assembly in an emulator.
 """
 
 import jax
@@ -25,7 +27,8 @@ from ..._native.weight import Layout
 def lookup_asm(bits: int, plane: int) -> str:
     """Returns PTX that decodes a plane of four bytes, `$2`, to 16-bit values in `$0` and `$1`.
 
-    The words of `make_table` are in every fourth operand from `$3` on, since inline assembly has an operand per byte.
+    The words of `make_table` are in every fourth operand from `$3` on: the assembly decodes four bytes at a time, and
+    gets each word once for each of them.
     """
     shift, high = bits * plane % 4, bits * plane // 4
     table = [f"${3 + 4 * i}" for i in range(2 * _table_words(bits))]
@@ -50,12 +53,12 @@ def lookup_asm(bits: int, plane: int) -> str:
 def small_integer_asm(bits: int, plane: int, offset: int, dtype: DTypeLike) -> str:
     """Returns PTX that converts a plane of four bytes, `$2`, to 16-bit floats in `$0` and `$1`.
 
-    They are the codes plus `offset`. `$3` is the word of `make_table`: twice the float whose last bit counts units, and
-    codes replace its last bits.
+    They are the codes plus `offset`. `$3` is the word of `make_table`: two copies of the float with a unit in the last
+    place of 1. Codes replace its last bits.
     """
     name, unit = {"bfloat16": ("bf16x2", 2**7), "float16": ("f16x2", 2**10)}[jnp.dtype(dtype).name]
     twice = lambda value: int(np.asarray(value, dtype).view(np.uint16)) * 0x10001
-    # Ampere adds two bfloat16 numbers at a time only after a product.
+    # Ampere has no addition of two bfloat16 pairs, only `fma`.
     lines = [".reg .b32 codes, one, rest;", f"mov.b32 one, {twice(1):#x};", f"mov.b32 rest, {twice(offset - unit):#x};"]
     for out, pick in (("$0", "0x4140"), ("$1", "0x4342")):
         lines += [f"prmt.b32 codes, $2, 0, {pick};", f"shr.u32 codes, codes, {bits * plane};"]
@@ -81,7 +84,7 @@ def integer_asm(dtype: DTypeLike) -> str:
     out = ["a", "b", "c", "d"] if name else ["$0", "$1", "$2", "$3"]
     lines = [".reg .f32 a, b, c, d;", ".reg .b32 bits;"]
     for i, value in enumerate(out):
-        # `code 0 0 0x4b` are the bytes of a float of exponent 23, whose last bits count units.
+        # The bytes `code, 0, 0, 0x4b` are the float32 2**23 + code.
         lines += [f"prmt.b32 bits, ${first}, 0x4b000000, 0x744{i};", f"mov.b32 {value}, bits;"]
         lines += [f"sub.f32 {value}, {value}, ${first + 1 + i};"]
     if name:
@@ -94,7 +97,7 @@ def _table_words(bits: int) -> int:
 
 
 def _is_in_registers(layout: Layout, dtype: DTypeLike) -> bool:
-    """Returns whether assembly decodes the codes of several planes with words in registers."""
+    """Returns whether assembly decodes the codes, with the words of `make_table` in registers."""
     return layout.bits <= 4 and jnp.dtype(dtype).itemsize == 2
 
 
@@ -103,9 +106,9 @@ def _is_small_integer(layout: Layout, dtype: DTypeLike) -> bool:
 
 
 def make_table(layout: Layout, dtype: DTypeLike, interpret: bool) -> Array:
-    """Returns the stretched table for `load_table`: the values, or words for the assembly.
+    """Returns the table for `load_table`: the values times `Layout.stretch`, or int32 words for the assembly.
 
-    The words for `prmt` are the low bytes of the values, four to a word, the high bytes, and a mask.
+    The words for `prmt` are the low bytes of the values, four to a word, then the high bytes, and a mask.
     """
     values = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
     if interpret or not _is_in_registers(layout, dtype):
@@ -118,15 +121,15 @@ def make_table(layout: Layout, dtype: DTypeLike, interpret: bool) -> Array:
     return jnp.asarray(np.append(words, np.int32(0x44444444)))
 
 
-# Of `load_table`: a table in memory, or words in registers.
+# What `load_table` returns: a table in memory, or words in registers.
 Table = jax.Ref | Array | list[Array]
 
 
 def load_table(table: jax.Ref | Array, layout: Layout, dtype: DTypeLike, interpret: bool) -> Table:
     """Loads the words of a table, once per program.
 
-    A word is the same in all threads. But the compiler would then copy it to a register of the thread at each use, so
-    the assembly adds a zero of which the compiler knows nothing.
+    All threads have the same words, so the compiler would keep them in uniform registers, and copy them at each use.
+    The assembly prevents this: it combines each word with a zero that the compiler takes for a value of the thread.
     """
     if interpret or not _is_in_registers(layout, dtype):
         return table
@@ -200,7 +203,7 @@ def multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
     )[0]
 
 
-# Plus -0, which keeps every product: Ampere has no other instruction for two bfloat16 products.
+# Ampere multiplies pairs of bfloat16 only by `fma`. Adding -0 changes no product, not even the sign of a zero.
 PRODUCT_ASM = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
 
 

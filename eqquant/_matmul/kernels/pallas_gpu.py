@@ -388,9 +388,10 @@ def matmul(
     _compat.ignore_triton_warning()
     dot_precision = jax.lax.Precision.HIGHEST if precision == "highest" else None
     m, n, body = x.shape[0], weight.codes.shape[0], _kernel_length(layout)
-    config = config or tune(target.device, layout.bits, x.dtype.itemsize, m, transpose=transpose)
-    if x.dtype == jnp.float16 and not 1 <= layout.stretch(x.dtype) < 2:
-        config = config._replace(scale_weights=False)  # float16 might not hold a weight times such a factor
+    # Float16 might not hold a weight times a large or small factor, so do not scale weights: tile as for few rows.
+    scalable = x.dtype != jnp.float16 or 1 <= layout.stretch(x.dtype) < 2
+    tuned_m = m if scalable else min(m, 16)
+    config = config or tune(target.device, layout.bits, x.dtype.itemsize, tuned_m, transpose=transpose)
     m_tiles = pl.cdiv(m, config.tile_m)
     if transpose:
         kernel, outer, steps = _transposed_product, body, pl.cdiv(n, config.tile_n)

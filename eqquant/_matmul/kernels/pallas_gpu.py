@@ -145,7 +145,7 @@ def refusal(
 
 
 def _step_bytes(layout: Layout) -> int:
-    """Returns the bytes of a row per step: a packed segment, or for codes of eight bits 64 or 128."""
+    """Returns the bytes of a row per step: 64, or 128 for codes of one byte if blocks allow."""
     wide = layout.bits == 8 and (layout.per_channel or layout.block_size % (2 * packing.PLANE) == 0)
     return packing.PLANE * (2 if wide and layout.length >= 2 * packing.PLANE else 1)
 

@@ -106,9 +106,10 @@ def _is_small_integer(layout: Layout, dtype: DTypeLike) -> bool:
 
 
 def make_table(layout: Layout, dtype: DTypeLike, interpret: bool) -> Array:
-    """Returns the table for `load_table`: the values times `Layout.stretch`, or int32 words for the assembly.
+    """Returns the table for `load_table`: stretched values, or words for the assembly.
 
-    The words for `prmt` are the low bytes of the values, four to a word, then the high bytes, and a mask.
+    Values are multiplied by `Layout.stretch`. Words are int32: for `prmt` the low bytes of the values, four to a word,
+    then the high bytes, and a mask.
     """
     values = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
     if interpret or not _is_in_registers(layout, dtype):

@@ -17,7 +17,7 @@ from eqquant._matmul.kernels.target import TargetDevice
 from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, mark_slow, relative_error, weights
 
 
-N, K = 72, 582  # a tile and a part of one; for every number of bits some segments and a rest
+N, K = 72, 582  # a whole and a partial tile of rows; for every number of bits, segments and a remainder
 
 
 def operands(getkey, format, m, dtype, transpose):
@@ -30,8 +30,8 @@ def operands(getkey, format, m, dtype, transpose):
 def run_interpreted(x, q, transpose, **options):
     layout = make_layout(q.format, K)
     options = {"transpose": transpose, "precision": "default", **options}
-    can = {"transpose": transpose, "precision": "default", "target": TargetDevice("cuda")}
-    assert pallas_gpu.refusal(layout, x.shape[0], N, x.dtype, **can) is None
+    problem = {"transpose": transpose, "precision": "default", "target": TargetDevice("cuda")}
+    assert pallas_gpu.refusal(layout, x.shape[0], N, x.dtype, **problem) is None
     return pallas_gpu.matmul(x, dispatch.as_packed_weight(q), layout, interpret=True, **options)
 
 
@@ -85,7 +85,7 @@ def test_values_beyond_float16(getkey, levels, transpose):
     "tile_m, weight_left, transpose", [(16, False, False), (16, True, False), (1, False, False), (16, False, True)]
 )
 def test_tiles_and_parts(getkey, n, k, split, tile_m, weight_left, transpose):
-    """However a product is cut up, the result is whole: tiles that end beyond it, more parts than there are steps."""
+    """The result does not depend on tiles, some of which end beyond it, and parts, of which there may be too many."""
     q, m = eqq.quantize(weights(getkey(), (n, k)), "nf4"), 17
     x = weights(getkey(), (m, n if transpose else k))
     config = pallas_gpu.Config(tile_m, 64, weight_left=weight_left, split=split)
@@ -122,14 +122,14 @@ def test_every_product_has_a_configuration():
         for device in ("", "NVIDIA H100 80GB HBM3"):
             config = pallas_gpu.tune(device, bits, itemsize, m, transpose=transpose)
             sizes = (config.tile_m, config.tile_n, config.num_warps)
-            assert all(size & (size - 1) == 0 for size in sizes)  # as Triton wants
+            assert all(size & (size - 1) == 0 for size in sizes)  # Triton requires powers of two
 
 
 # PTX
 
 
 def emulate(asm, inputs, outputs):
-    """Runs the few instructions that the kernels use on numbers of 32 bits, the operands by their `$` number."""
+    """Runs PTX of the instructions that the kernels use. `inputs` maps the number of an operand to its 32 bits."""
     registers = {f"${i}": int(value) for i, value in inputs.items()}
     value = lambda name: int(name, 0) if name[0].isdigit() else registers[name]
     as_float = lambda bits: np.uint32(bits).view(np.float32)

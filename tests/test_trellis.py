@@ -270,6 +270,7 @@ def test_a_row_with_nan_leaves_the_others():
         assert jnp.isfinite(decoded[jnp.array([0, 2])]).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["rounding", "GPTQ", "GPTQ with gradients", "sequentially"])
 def test_progress_within_an_array(kind, monkeypatch, getkey):
     """The bar advances with the rows of each array, and codes are the same."""

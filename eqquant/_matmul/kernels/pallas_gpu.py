@@ -19,6 +19,7 @@ different scales, so it scales weights before it multiplies.
 
 import functools as ft
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -161,6 +162,10 @@ def _kernel_length(layout: Layout) -> int:
     return layout.length // step * step
 
 
+def _count_steps(layout: Layout) -> int:
+    return _kernel_length(layout) // layout.planes // _step_bytes(layout)
+
+
 class _Weight(NamedTuple):
     """References to a weight in memory, with methods that load and decode tiles."""
 
@@ -199,6 +204,16 @@ class _Weight(NamedTuple):
             planes.append((decode(codes, zero, plane, layout, table, dtype, interpret), scale))
         return planes
 
+    def load_step(
+        self, layout: Layout, table: Table, n: Array, step: Array, dtype: DTypeLike, interpret: bool
+    ) -> Iterator[tuple[Array, Array, Array | None]]:
+        """Yields the columns, values and scales of each plane, of all runs of a step."""
+        run = _run_bytes(layout)
+        for begin in range(0, _step_bytes(layout), run):
+            tiles = self.load_tile(layout, table, n, step, begin, dtype, interpret)
+            for plane, (values, scale) in enumerate(tiles):
+                yield _column(step, begin, plane, layout) + jnp.arange(run, dtype=jnp.int32), values, scale
+
 
 def _column(step: Array, begin: int | Array, plane: int, layout: Layout) -> Array:
     """Returns the first column of a plane of the run at byte `begin` of a step.
@@ -225,25 +240,20 @@ def _product(
     m = tile % m_tiles * config.tile_m + jnp.arange(config.tile_m, dtype=jnp.int32)
     n = tile // m_tiles * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
     rows = jnp.minimum(n, n_size - 1)  # rows past the last one are computed, but not stored
-    step_bytes, run = _step_bytes(layout), _run_bytes(layout)
-    first, last = _step_range(_kernel_length(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
+    first, last = _step_range(_count_steps(layout), part, y_ref.shape[0])
     table = load_table(weight.table, layout, dtype, interpret)
 
     def multiply(index: Array, total: Array) -> Array:
-        for begin in range(0, step_bytes, run):
-            for plane, (values, scale) in enumerate(
-                weight.load_tile(layout, table, rows, index, begin, dtype, interpret)
-            ):
-                column = _column(index, begin, plane, layout) + jnp.arange(run, dtype=jnp.int32)
-                x = _load(x_ref, m, column, m < m_size)
-                if scale is not None and config.scale_weights:
-                    values, scale = _apply_scale(values, scale, interpret), None
-                left, right = (values, x) if config.weight_left else (x, values)
-                sums = plgpu.dot(left, right, trans_b=True, precision=precision)
-                if scale is None:
-                    total = total + sums
-                else:
-                    total = multiply_add(sums, _expand_scale(scale, config.weight_left), total, interpret)
+        for columns, values, scale in weight.load_step(layout, table, rows, index, dtype, interpret):
+            x = _load(x_ref, m, columns, m < m_size)
+            if scale is not None and config.scale_weights:
+                values, scale = _apply_scale(values, scale, interpret), None
+            left, right = (values, x) if config.weight_left else (x, values)
+            sums = plgpu.dot(left, right, trans_b=True, precision=precision)
+            if scale is None:
+                total = total + sums
+            else:
+                total = multiply_add(sums, _expand_scale(scale, config.weight_left), total, interpret)
         return total
 
     shape = (config.tile_n, config.tile_m) if config.weight_left else (config.tile_m, config.tile_n)
@@ -274,19 +284,14 @@ def _vector_product(
     tile, part = pl.program_id(0), pl.program_id(1)
     m, n = tile % m_size, tile // m_size * config.tile_n + jnp.arange(config.tile_n, dtype=jnp.int32)
     rows = jnp.minimum(n, n_size - 1)
-    step_bytes, run = _step_bytes(layout), _run_bytes(layout)
-    first, last = _step_range(_kernel_length(layout) // layout.planes // step_bytes, part, y_ref.shape[0])
+    first, last = _step_range(_count_steps(layout), part, y_ref.shape[0])
     table = load_table(weight.table, layout, dtype, interpret)
 
     def multiply(index: Array, total: Array) -> Array:
-        for begin in range(0, step_bytes, run):
-            for plane, (values, scale) in enumerate(
-                weight.load_tile(layout, table, rows, index, begin, dtype, interpret)
-            ):
-                x = x_ref[m, _column(index, begin, plane, layout) + jnp.arange(run, dtype=jnp.int32)]
-                x = jnp.broadcast_to(x.astype(jnp.float32)[None, :], values.shape)
-                sums = jnp.sum(values.astype(jnp.float32) * x, axis=1)
-                total = total + (sums if scale is None else sums * scale)
+        for columns, values, scale in weight.load_step(layout, table, rows, index, dtype, interpret):
+            x = jnp.broadcast_to(x_ref[m, columns].astype(jnp.float32)[None, :], values.shape)
+            sums = jnp.sum(values.astype(jnp.float32) * x, axis=1)
+            total = total + (sums if scale is None else sums * scale)
         return total
 
     total = jax.lax.fori_loop(first, last, multiply, jnp.zeros(config.tile_n, jnp.float32))
@@ -398,7 +403,7 @@ def matmul(
         tiles = m_tiles * (body // layout.planes // _run_bytes(layout))
     else:
         kernel = _vector_product if config.tile_m == 1 else _product
-        outer, steps = n, body // layout.planes // _step_bytes(layout)
+        outer, steps = n, _count_steps(layout)
         tiles = m_tiles * pl.cdiv(n, config.tile_n)
     parts = _split(config, target.device, tiles, steps)
     whole = parts == 1 and body == layout.length  # the kernel writes the final result

@@ -27,6 +27,8 @@ struct Case {
   int bits, values, scale_kind;
   int64_t block;
   const Codec* codec = nullptr;
+  int scale_bits = 0;  // of scales that are codes, 256 weights of which share a scale
+  bool offsets = false;
 };
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -34,7 +36,7 @@ double seconds() { return std::chrono::duration<double>(std::chrono::steady_cloc
 // One case: of `m` rows of `x`, or transposed if that is negative.
 struct Data {
   std::vector<uint8_t> codes, scale;
-  std::vector<float> table, x, y, from_126, from_128;  // the last two are integers
+  std::vector<float> table, x, y, from_0, from_126, from_128;  // the last three are integers
 };
 
 Problem problem_of(const Case& c, int64_t n, int64_t k, int64_t m, bool coarse, Data& data) {
@@ -59,7 +61,19 @@ Problem problem_of(const Case& c, int64_t n, int64_t k, int64_t m, bool coarse, 
   p.y = data.y.data();
   p.codes = data.codes.data();
   p.scale = data.scale.data();
-  p.table = data.table.data();
+  p.table = c.scale_bits > 0 ? data.from_0.data() : data.table.data();
+  if (c.scale_bits > 0) {
+    p.scale_codes = data.codes.data();
+    p.scale_table = data.from_0.data();
+    p.scale_bits = c.scale_bits;
+    p.scale_words = packed_bytes(p.blocks, c.scale_bits);
+    p.scale_block_size = 256 / c.block;
+    p.scale_blocks = k / 256;
+  }
+  if (c.offsets) {
+    p.offset = p.scale;
+    p.offset_codes = p.scale_codes;
+  }
   if (c.codec != nullptr) p.table = c.codec->kind == kTrellis ? data.from_126.data() : data.from_128.data();
   return p;
 }
@@ -100,6 +114,11 @@ int main(int argc, char** argv) {
                         {"fp8", 8, 2, kScaleFloat32, 0},
                         {"mxfp8", 8, 2, kScaleE8M0, 32},
                         {"dynamic8", 8, 0, kScaleFloat32, 256},
+                        {"q2_k", 2, 0, kScaleFloat16, 16, nullptr, 4, true},
+                        {"q3_k", 3, 1, kScaleFloat16, 16, nullptr, 6},
+                        {"q4_k", 4, 0, kScaleFloat16, 32, nullptr, 6, true},
+                        {"q5_k", 5, 1, kScaleFloat16, 32, nullptr, 6, true},
+                        {"q6_k", 6, 1, kScaleFloat16, 16, nullptr, 8},
                         {"trellis2", 8, 1, kScaleFloat32, 0, &all_codecs()[1].codec},
                         {"grid of 8", 8, 1, kScaleFloat32, 32, &all_codecs()[4].codec}};
   const Case integers[] = {{"int8", 8, 1, kScaleFloat32, 0},    {"q8_0", 8, 1, kScaleFloat16, 32},
@@ -113,10 +132,12 @@ int main(int argc, char** argv) {
                std::vector<float>(2048 * k),
                std::vector<float>(2048 * k),
                {},
+               {},
                {}};
   for (auto& c : data.codes) c = static_cast<uint8_t>(random() & 0x77);
   for (auto& t : data.table) t = static_cast<float>(random() % 1000) / 500 - 1;
   for (int i = 0; i < 256; ++i) {
+    data.from_0.push_back(static_cast<float>(i));
     data.from_126.push_back(static_cast<float>(i - 126));
     data.from_128.push_back(static_cast<float>(i - 128));
   }

@@ -226,10 +226,12 @@ Made make(Random& random, const Cell* cell = nullptr) {
   p.x_type = static_cast<int>(below(random, 3));
   p.transpose = coin(random, cell != nullptr ? 50 : 30);
   const bool coded = coin(random, 30), offsets = coin(random, p.bits == 3 ? 50 : 20);
+  // Scales of scales for 256 weights each, as in GGUF's K-quants.
+  const bool consecutive = coin(random), k_quant = consecutive && p.block_size <= 32 && 256 % p.block_size == 0;
   if (coded) {
     p.scale_bits = 1 + static_cast<int>(below(random, 8));
     const int64_t some[] = {8, 16, 32, 256, 1 + below(random, 40)};
-    p.scale_block_size = some[below(random, 5)];
+    p.scale_block_size = k_quant ? 256 / p.block_size : some[below(random, 5)];
     p.scale_words = packed_bytes(p.blocks, p.scale_bits);
     p.scale_blocks = (p.blocks + p.scale_block_size - 1) / p.scale_block_size;
   }
@@ -314,9 +316,9 @@ Made make(Random& random, const Cell* cell = nullptr) {
     }
   for (Exact<uint8_t>* packed : {&a.scale_codes, &a.offset_codes})
     for (int64_t i = 0; i < packed->size; ++i) (*packed)[i] = static_cast<uint8_t>(random());
-  const bool consecutive = coin(random);
+  const int64_t lowest = p.scale_bits == 8 || coin(random) ? a.scale_table.size / 2 : 0;
   for (int64_t i = 0; i < a.scale_table.size; ++i)
-    a.scale_table[i] = consecutive ? static_cast<float>(i - (p.scale_bits == 8 ? 128 : 0)) : 0.5f + normal(random);
+    a.scale_table[i] = consecutive ? static_cast<float>(i - lowest) : 0.5f + normal(random);
   for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
   std::vector<double> x(x_size);

@@ -75,6 +75,7 @@ int main(int argc, char** argv) {
   add_decode_tests();
   add_matmul_tests();
   add_slice_tests();
+  add_integer_row_tests();
   add_int8_tests();
   add_encode_tests();
   add_trellis_tests();

@@ -24,6 +24,7 @@ bool near(double actual, double expected, double bound);
 void add_decode_tests();
 void add_matmul_tests();
 void add_slice_tests();
+void add_integer_row_tests();
 void add_int8_tests();
 void add_encode_tests();
 void add_trellis_tests();

@@ -86,6 +86,7 @@ inline double scale_value(int kind, uint32_t bits) {
 }
 
 constexpr const char* kScaleNames[] = {"float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4"};
+constexpr const char* kTypeNames[] = {"float32", "bfloat16", "float16"};
 
 // Bits of a scale between 1/2 and 4.
 inline uint32_t some_scale(Random& random, int kind) {

@@ -178,7 +178,7 @@ void add_codecs() {
     for (const int64_t block : {128, 384}) {  // whole segments
       form.block = block;
       for (const int type : {kFloat32, kBFloat16, kFloat16})
-        test("matmul/" + one.name + "/blocks of " + to_string(block) + "/" + kScaleNames[type], [=](const Isa& isa) {
+        test("matmul/" + one.name + "/blocks of " + to_string(block) + "/" + kTypeNames[type], [=](const Isa& isa) {
           Product product(Weight(form), kMethods[0], 2);
           product.x_type = type;
           product.layout.x_by_columns = block == 128;

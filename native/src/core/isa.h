@@ -41,10 +41,14 @@ typedef struct MatmulKernel {
   const struct MatmulKernel* fallback = nullptr;  // the kernel that is asked next if not
 } MatmulKernel;
 
-// The first kernel that accepts a problem, of this one and its fallbacks.
+// The first kernel that accepts a problem, of this one and its fallbacks; null if there is none.
+EQQ_INLINE const MatmulKernel* find_kernel(const MatmulKernel* kernel, const Problem& problem) {
+  while (kernel != nullptr && kernel->accepts != nullptr && !kernel->accepts(&problem)) kernel = kernel->fallback;
+  return kernel;
+}
+// The same where the last one accepts all problems.
 EQQ_INLINE const MatmulKernel& select_kernel(const MatmulKernel* kernel, const Problem& problem) {
-  while (kernel->accepts != nullptr && !kernel->accepts(&problem)) kernel = kernel->fallback;
-  return *kernel;
+  return *find_kernel(kernel, problem);
 }
 
 // The kernels of an instruction set. A further kind of kernel is a further struct of functions and a further pointer

@@ -74,15 +74,21 @@ void run_units(Pool& pool, int64_t units, int64_t workers, const Work& work) {
   }
 }
 
-// The kernel for operands that another one packed but does not accept, or null.
+// Whether a kernel accepts the operands that it packed.
 template <typename Kernel, typename Task>
-const Kernel* fallback_after_packing(const Kernel&, const Task&, const Plan&, const void*) {
+bool accepts_packed(const Kernel&, const Task&, const Plan&, const void*) {
+  return true;
+}
+inline bool accepts_packed(const MatmulKernel& kernel, const Problem& problem, const Plan& plan, const void* shared) {
+  return kernel.accepts_packed == nullptr || kernel.accepts_packed(&problem, &plan, shared);
+}
+// The kernel that takes them instead, or null.
+template <typename Kernel, typename Task>
+const Kernel* fallback_of(const Kernel&, const Task&) {
   return nullptr;
 }
-inline const MatmulKernel* fallback_after_packing(const MatmulKernel& kernel, const Problem& problem, const Plan& plan,
-                                                  const void* shared) {
-  const bool accepts = kernel.accepts_packed == nullptr || kernel.accepts_packed(&problem, &plan, shared);
-  return accepts ? nullptr : &select_kernel(kernel.fallback, problem);
+inline const MatmulKernel* fallback_of(const MatmulKernel& kernel, const Problem& problem) {
+  return find_kernel(kernel.fallback, problem);
 }
 
 // How many of some threads a problem is worth: a small one is done before another wakes.
@@ -94,30 +100,34 @@ inline int64_t useful_threads(const Problem& p, int64_t threads) {
   return shares >= static_cast<double>(threads) ? threads : shares >= 2 ? static_cast<int64_t>(shares) : 1;
 }
 
-// Has a kernel compute a problem of its own type, whose weight it can read. Whether there was enough memory.
+// `kRefused`: neither the kernel nor a fallback accepts the numbers of x.
+enum Outcome { kDone, kNoMemory, kRefused };
+
+// Has a kernel compute a problem of its own type, whose weight it can read.
 template <typename Kernel, typename Task, typename Pool>
-bool run_whole(const Kernel& kernel, const Task& problem, Pool& pool, int64_t threads) {
+Outcome run_whole(const Kernel& kernel, const Task& problem, Pool& pool, int64_t threads) {
   Plan plan = {};
   kernel.plan(&problem, threads, &plan);
   const int64_t workers = plan.units < threads ? plan.units : threads;
   char* memory = static_cast<char*>(allocate_aligned(plan.shared_bytes + workers * plan.own_bytes));
-  if (memory == nullptr) return false;
+  if (memory == nullptr) return kNoMemory;
   const Task* p = &problem;
   const Plan* q = &plan;
   const Kernel* k = &kernel;
   run_units(pool, plan.parts, threads, [=](int64_t part, int64_t) { k->prepare(p, q, memory, part); });
-  if (const Kernel* other = fallback_after_packing(kernel, problem, plan, memory)) {
+  if (!accepts_packed(kernel, problem, plan, memory)) {
     free_aligned(memory);
-    return run_whole(*other, problem, pool, threads);
+    const Kernel* other = fallback_of(kernel, problem);
+    return other == nullptr ? kRefused : run_whole(*other, problem, pool, threads);
   }
   run_units(pool, plan.units, workers, [=](int64_t unit, int64_t worker) {
     k->run(p, q, memory, memory + q->shared_bytes + worker * q->own_bytes, unit);
   });
   free_aligned(memory);
-  return true;
+  return kDone;
 }
 
-// The same for a weight that must be brought to another form, a slab at a time.
+// The same for a weight that must be brought to another form, a slab at a time. Whether there was enough memory.
 template <typename Kernel, typename Task, typename Pool>
 bool run_slabs(const Slabs& slabs, const SlabKernel& forms, const Kernel& kernel, const Task& problem, Pool& pool,
                int64_t threads) {
@@ -155,10 +165,9 @@ bool run_slabs(const Slabs& slabs, const SlabKernel& forms, const Kernel& kernel
   });
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     const Task some = task(batch, 0, plans);
-    if (const Kernel* other = fallback_after_packing(kernel, some, plans[0], packed_at(batch, 0))) {
-      free_aligned(memory);
-      return run_slabs(slabs, forms, *other, problem, pool, threads);
-    }
+    if (accepts_packed(kernel, some, plans[0], packed_at(batch, 0))) continue;
+    free_aligned(memory);
+    return run_slabs(slabs, forms, *fallback_of(kernel, some), problem, pool, threads);
   }
   run_units(pool, units, workers, [&](int64_t unit, int64_t worker) {
     const int64_t batch = unit / count, index = unit % count, last = index + 1 == count;
@@ -177,7 +186,7 @@ template <typename Kernel, typename Task, typename Pool>
 bool run_kernel(const Slabs& slabs, const Isa& isa, const Kernel& kernel, const Task& problem, Pool& pool,
                 int64_t threads) {
   return slabs.needed() ? run_slabs(slabs, *isa.slabs, kernel, problem, pool, threads)
-                        : run_whole(kernel, problem, pool, threads);
+                        : run_whole(kernel, problem, pool, threads) == kDone;
 }
 
 // Computes a product that `check_problem` found nothing wrong with. Whether there was enough memory.
@@ -185,10 +194,11 @@ template <typename Pool>
 bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
   threads = useful_threads(problem, threads);
-  const MatmulKernel* packed = problem.codec != nullptr ? isa.slabs->packed : nullptr;
-  while (packed != nullptr && !packed->accepts(&problem)) packed = packed->fallback;
-  if (packed != nullptr) return run_whole(*packed, problem, pool, threads);
   const Slabs slabs(problem, threads);
+  if (const MatmulKernel* packed = slabs.needed() ? find_kernel(isa.slabs->packed, problem) : nullptr) {
+    const Outcome outcome = run_whole(*packed, problem, pool, threads);
+    if (outcome != kRefused) return outcome == kDone;
+  }
   const Problem seen = slabs.seen(problem);
   Problem all = seen;
   if (!problem.transpose) all.n = problem.n;  // packed x meets all slabs

@@ -24,13 +24,6 @@ constexpr int64_t kUnitPanels = 16;  // the most panels in a unit
 
 constexpr float kRangeOfX = 0x1p64f;  // ordinary magnitudes are at most this, and at least its reciprocal
 
-// The integer for the amax, of `slices` slices, with room for rounding.
-constexpr float largest_of(int64_t slices) { return slices == 2 ? 32600 : slices == 3 ? 8355000 : 2139000000; }
-
-// Smaller integers keep few bits; integers below the second bound hardly any.
-constexpr int few_bits_of(int64_t slices) { return slices == 2 ? 1 << 7 : 1 << 16; }
-constexpr int hardly_any_of(int64_t slices) { return slices == 2 ? 1 << 5 : 1 << 12; }
-
 // Loads numbers `k` to `k + 15` (`real` of which exist) of 16 rows from `at` on: a vector of rows for each number.
 void square(const Problem& p, int64_t at, int64_t k, int64_t real, int64_t rows, F* out) {
   at += k * p.x_column;

@@ -29,7 +29,7 @@ typedef struct SlabKernel {
   void (*add)(const Problem* slab, const float* offsets, const float* sums);
   // The same, transposed. `room` has two floats for each block.
   void (*add_transposed)(const Problem* slab, const float* offsets, float* room);
-  // The kernel that multiplies packed trellis codes as they are, without slabs; or null.
+  // The first of the kernels that multiply some of these weights as they are, without slabs; or null.
   const MatmulKernel* packed;
 } SlabKernel;
 

@@ -19,8 +19,9 @@ struct TrellisRow {
 
   static bool accepts(const Problem* problem) {
     const Problem& p = *problem;
-    return p.codec->kind == kTrellis && p.m == 1 && !p.transpose && p.k > 0 && p.zero_point == nullptr &&
-           p.scale_codes == nullptr && p.offset == nullptr && (p.blocks == 1 || p.block_size % kTrellisSegment == 0);
+    return p.codec != nullptr && p.codec->kind == kTrellis && p.m == 1 && !p.transpose && p.k > 0 &&
+           p.zero_point == nullptr && p.scale_codes == nullptr && p.offset == nullptr &&
+           (p.blocks == 1 || p.block_size % kTrellisSegment == 0);
   }
 
   static void plan(const Problem* problem, int64_t, Plan* plan) {
@@ -115,12 +116,12 @@ void run_trellis(const Problem* problem, const Plan*, const void* shared, void* 
 constexpr MatmulKernel kTrellisRow = {TrellisRow::plan, TrellisRow::prepare, run_trellis<TrellisRow>,
                                       TrellisRow::accepts};
 #if !defined(__AVX512VBMI__)
-constexpr const MatmulKernel* kPacked = &kTrellisRow;
+constexpr const MatmulKernel* kPackedTrellis = &kTrellisRow;
 #endif
 
 #else
 
-constexpr const MatmulKernel* kPacked = nullptr;
+constexpr const MatmulKernel* kPackedTrellis = nullptr;
 
 #endif
 

@@ -135,7 +135,7 @@ struct TrellisSlices {
 constexpr MatmulKernel kTrellisSlices = {TrellisSlices::plan,           TrellisSlices::prepare,
                                          run_trellis<TrellisSlices>,    TrellisSlices::accepts,
                                          TrellisSlices::accepts_packed, &kTrellisRow};
-constexpr const MatmulKernel* kPacked = &kTrellisSlices;
+constexpr const MatmulKernel* kPackedTrellis = &kTrellisSlices;
 
 }  // namespace
 

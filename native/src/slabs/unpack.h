@@ -31,24 +31,31 @@ EQQ_INLINE const uint8_t* unpack_part(const uint8_t* bytes, const uint8_t* limit
   return bytes + plane;
 }
 
-// The codes of a whole segment, in registers: a plane of each part at a time.
+// A plane of the codes of a whole segment.
+template <int kBits>
+EQQ_INLINE Segment unpack_plane(const uint8_t* bytes, int plane) {
+  constexpr int kNarrowest = kBits & -kBits, kPlanes = 8 / kNarrowest;
+  Segment codes = {};
+  int start = 0, done = 0;
+#pragma GCC unroll 3
+  for (int width = 4; width > 0; width /= 2) {
+    if ((kBits & width) == 0) continue;
+    const int shared = 8 / width;
+    Segment all;
+    memcpy(&all, bytes + kPlane * (start + plane / shared), sizeof all);
+    codes |= (all >> (width * (plane % shared)) & (0x0101010101010101u * ((1u << width) - 1))) << done;
+    start += kPlanes / shared;
+    done += width;
+  }
+  return codes;
+}
+
+// All its codes, in registers.
 template <int kBits>
 EQQ_INLINE void unpack_whole(const uint8_t* bytes, uint8_t* out) {
-  constexpr int kNarrowest = kBits & -kBits, kPlanes = 8 / kNarrowest;
 #pragma GCC unroll 8
-  for (int plane = 0; plane < kPlanes; ++plane) {
-    Segment codes = {};
-    int start = 0, done = 0;
-#pragma GCC unroll 3
-    for (int width = 4; width > 0; width /= 2) {
-      if ((kBits & width) == 0) continue;
-      const int shared = 8 / width;
-      Segment all;
-      memcpy(&all, bytes + kPlane * (start + plane / shared), sizeof all);
-      codes |= (all >> (width * (plane % shared)) & (0x0101010101010101u * ((1u << width) - 1))) << done;
-      start += kPlanes / shared;
-      done += width;
-    }
+  for (int plane = 0; plane < 8 / (kBits & -kBits); ++plane) {
+    const Segment codes = unpack_plane<kBits>(bytes, plane);
     memcpy(out + kPlane * plane, &codes, sizeof codes);
   }
 }

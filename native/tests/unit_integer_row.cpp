@@ -1,0 +1,182 @@
+// One row of x times integers that slabs would unpack first: GGUF's K-quants, integers of 3, 5 and 6 bits, MLX's with
+// offsets. Another path takes what this kernel refuses, so tests also see which numbers of x it accepts.
+#include "unit_product.h"
+
+namespace {
+
+using std::to_string;
+
+Form k_quant(int bits, int64_t block, int scale_bits, bool offsets) {
+  Form form;
+  form.bits = bits;
+  form.table = kIntegers;
+  form.block = block;
+  form.scale_kind = kScaleFloat16;
+  form.scale_bits = scale_bits;
+  form.scale_block = 256 / block;
+  form.scale_integers = true;
+  form.offsets = offsets;
+  return form;
+}
+
+struct NamedForm {
+  std::string name;
+  Form form;
+};
+
+std::vector<NamedForm> forms() {
+  std::vector<NamedForm> all = {{"q2_k", k_quant(2, 16, 4, true)},
+                                {"q3_k", k_quant(3, 16, 6, false)},
+                                {"q4_k", k_quant(4, 32, 6, true)},
+                                {"q5_k", k_quant(5, 32, 6, true)},
+                                {"q6_k", k_quant(6, 16, 7, false)}};
+  for (const int bits : {3, 5, 6})
+    for (const int64_t block : {64, 192, 512, 5000})
+      for (const bool offsets : {false, true}) {
+        Form form;
+        form.bits = bits;
+        form.table = kIntegers;
+        form.block = block;
+        form.offsets = offsets;
+        form.row_scales = !offsets;
+        all.push_back({to_string(bits) + " bits, blocks of " + to_string(block) + (offsets ? ", offsets" : ""), form});
+      }
+  return all;
+}
+
+// The kernel without slabs that takes a problem, and the number of slices it packs x in; 0 without one.
+int64_t slices_of(const Isa& isa, const Weight& weight, const std::vector<float>& x) {
+  Problem p = {};
+  weight.describe(&p);
+  p.batch = p.stack = p.m = 1;
+  p.x_row = weight.form.k;
+  p.x_column = p.y_column = 1;
+  p.y_row = weight.form.n;
+  p.x = x.data();
+  const MatmulKernel* kernel = find_kernel(isa.slabs->packed, p);
+  if (kernel == nullptr || kernel->accepts_packed == nullptr) return 0;
+  Plan plan = {};
+  kernel->plan(&p, 1, &plan);
+  char* memory = static_cast<char*>(allocate_aligned(plan.shared_bytes));
+  for (int64_t part = 0; part < plan.parts; ++part) kernel->prepare(&p, &plan, memory, part);
+  int64_t slices = 0;
+  if (kernel->accepts_packed(&p, &plan, memory)) memcpy(&slices, memory, sizeof slices);  // its first number
+  free_aligned(memory);
+  return slices;
+}
+
+bool has_kernel(const Isa& isa) {
+  const std::string name = isa.name;
+  return name == "avx512vbmi" || name == "amx";
+}
+
+void add_forms() {
+  for (const NamedForm& one : forms())
+    for (const int64_t k : {200, 256, 300, 1100, 2048, 2605}) {
+      Form form = one.form;
+      form.k = k;
+      form.block = std::min(form.block, k);
+      form.n = 35;
+      test("matmul/integer row/" + one.name + ", K " + to_string(k),
+           [=](const Isa& isa) { Product(Weight(form), kMethods[0]).check(isa); });
+      form.stack = 3;
+      if (k == 1100)
+        test("matmul/integer row/" + one.name + ", selected", [=](const Isa& isa) {
+          Product product(Weight(form), kMethods[0], 2);
+          product.selected = {2, 0};
+          product.check(isa);
+        });
+    }
+  Form form = k_quant(6, 16, 7, false);
+  form.k = 1100;
+  for (const int type : {kBFloat16, kFloat16})
+    test(std::string("matmul/integer row/x in ") + kTypeNames[type], [=](const Isa& isa) {
+      Product product(Weight(form), kMethods[0]);
+      product.x_type = type;
+      for (double& number : product.x) number /= 64;  // results fit in float16
+      product.check(isa);
+    });
+}
+
+// Which numbers of x are sliced, and that all products are right.
+void add_numbers() {
+  struct Case {
+    std::string name;
+    int64_t slices;
+    std::function<double(double x, int64_t k)> change;
+  };
+  const std::vector<Case> cases = {
+      {"as they are", 3, [](double x, int64_t) { return x; }},
+      {"zeros", 3, [](double, int64_t) { return 0.0; }},
+      {"zeros in a span", 3, [](double x, int64_t k) { return k / 256 == 1 ? 0 : x; }},
+      {"small", 3, [](double x, int64_t) { return x * 0x1p-50; }},
+      {"an outlier", 4, [](double x, int64_t k) { return k == 300 ? 1e4 : x; }},
+      {"32 small ones", 4, [](double x, int64_t k) { return k / 32 == 9 ? x / 500 : x; }},
+      {"a large outlier", 0, [](double x, int64_t k) { return k == 300 ? 1e12 : x; }},
+      {"too small", 0, [](double x, int64_t) { return x * 0x1p-80; }},
+      {"too large", 0, [](double x, int64_t) { return x * 0x1p80; }},
+      {"NaN", 0, [](double x, int64_t k) { return k == 1000 ? NAN : x; }},
+      {"an infinity", 0, [](double x, int64_t k) { return k == 1000 ? -INFINITY : x; }},
+  };
+  for (const NamedForm& one : forms()) {
+    Form form = one.form;
+    if (form.block > 512) continue;
+    form.k = 1100;
+    for (const Case& some : cases)
+      test("matmul/integer row/" + one.name + ", x: " + some.name, [=](const Isa& isa) {
+        Product product(Weight(form), kMethods[0]);
+        std::vector<float> x(form.k);
+        for (int64_t k = 0; k < form.k; ++k) x[k] = static_cast<float>(product.x[k] = some.change(product.x[k], k));
+        if (has_kernel(isa) && slices_of(isa, product.w, x) != some.slices)
+          fail("x is %d slices, not %d", static_cast<int>(slices_of(isa, product.w, x)), static_cast<int>(some.slices));
+        product.exact_infinities = some.name == "an infinity" && form.offsets;
+        product.check(isa);
+      });
+  }
+}
+
+// Rows of the weight that multiply the small numbers of a span only, beside large ones.
+void add_small_numbers() {
+  Form form = k_quant(5, 32, 6, false);
+  form.k = 512;
+  for (const double factor : {300.0, 1e5, 1e8})
+    test("matmul/integer row/numbers beside others, " + to_string(factor) + " times as large", [=](const Isa& isa) {
+      Product product(Weight(form), kMethods[0]);
+      for (int64_t k = 0; k < form.k; ++k)
+        if (k / 32 % 2 == 0) product.x[k] = static_cast<float>(product.x[k] * factor);
+      for (size_t i = 0; i < product.w.codes.size(); ++i)
+        if (i % form.k / 32 % 2 == 0) product.w.codes[i] = 16;  // means zero
+      product.w.pack_codes();
+      product.check(isa);
+    });
+}
+
+// Weights that only look alike are left to others.
+void add_refusals() {
+  const std::vector<std::pair<std::string, std::function<void(Form&)>>> cases = {
+      {"zero points", [](Form& form) { form.zero_points = true; }},
+      {"tables of floats", [](Form& form) { form.table = kAnyFloats; }},
+      {"scales of floats", [](Form& form) { form.scale_integers = false; }},
+      {"blocks of 8", [](Form& form) { form.block = 8; }},
+      {"24 scales in a block", [](Form& form) { form.scale_block = 24; }},
+      {"seven bits", [](Form& form) { form.bits = 7; }},
+  };
+  for (const auto& one : cases)
+    test("matmul/integer row/refuses " + one.first, [=](const Isa& isa) {
+      Form form = k_quant(6, 16, 6, false);
+      form.k = 600;
+      one.second(form);
+      Product product(Weight(form), kMethods[0]);
+      if (slices_of(isa, product.w, std::vector<float>(form.k, 1)) != 0) fail("accepted");
+      product.check(isa);
+    });
+}
+
+}  // namespace
+
+void add_integer_row_tests() {
+  add_forms();
+  add_numbers();
+  add_small_numbers();
+  add_refusals();
+}

@@ -19,11 +19,12 @@ constexpr int kSlices = 3;         // of a weight that is not of integers with o
 
 // How codes become slices.
 enum Kind {
-  kDirect,  // they are slices where they lie
-  kPlain,   // through a table of bytes: one slice
-  kScaled,  // fewer than eight bits: through a table for each block
-  kLookUp,  // eight bits: through a table of 256 for each slice
-  kFloats   // through floats
+  kDirect,          // they are slices where they lie
+  kPlain,           // through a table of bytes: one slice
+  kScaled,          // fewer than eight bits: through a table for each block
+  kLookUp,          // eight bits: through a table of 256 for each slice
+  kScaledIntegers,  // eight bits: signed bytes times the scale of a block
+  kFloats           // through floats
 };
 
 struct Detail {

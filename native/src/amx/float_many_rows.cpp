@@ -78,6 +78,11 @@ bool accepts(const Problem* problem) {
   return most >= 0x1p-32f && most <= 0x1p32f;
 }
 
+// Whether values of codes of eight bits are integers of a signed byte. Codes that do not occur repeat the last value.
+bool has_signed_bytes(const Problem& p) {
+  return p.values == kValueInteger && p.zero_point == nullptr && p.table[0] >= -128 && p.table[255] <= 127;
+}
+
 void plan(const Problem* problem, int64_t threads, Plan* out) {
   const Problem& p = *problem;
   Detail d;
@@ -85,6 +90,7 @@ void plan(const Problem* problem, int64_t threads, Plan* out) {
   d.kind = integers                                 ? (p.bits == 8 ? kDirect : kPlain)
          : p.bits < 8                               ? kScaled
          : p.blocks <= 1 && p.zero_point == nullptr ? kLookUp
+         : has_signed_bytes(p)                      ? kScaledIntegers
                                                     : kFloats;
   d.w_slices = integers ? 1 : kSlices;
   d.panels = div_up(p.m, kRows);

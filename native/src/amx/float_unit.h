@@ -45,7 +45,7 @@ struct Unit {
   }
 
   // Whether scales are in slices.
-  bool in_blocks() const { return d.kind == kScaled || d.kind == kFloats; }
+  bool in_blocks() const { return d.kind == kScaled || d.kind == kScaledIntegers || d.kind == kFloats; }
 
   // The largest magnitude in each of 16 vectors.
   EQQ_INLINE I largest_in_rows(const F* rows) {
@@ -243,6 +243,7 @@ struct Unit {
         bits == 8 ? scaled<8>(a) : bits == 4 ? scaled<4>(a) : bits == 2 ? scaled<2>(a) : scaled<1>(a);
         break;
       case kLookUp: odd[tile] |= decode_look_up(p, a, tables); break;
+      case kScaledIntegers: decode_integers(p, a); break;
       default: odd[tile] |= decode_floats(p, a);
     }
     return decoded;

@@ -139,26 +139,59 @@ uint32_t decode_look_up(const Problem& p, const Codes& a, const uint8_t* tables)
   return rows;
 }
 
-// Through floats, 64 of a row at a time. Returns the same.
-uint32_t decode_floats(const Problem& p, const Codes& a) {
-  // Groups of four codes go where the bytes of their integers, taken apart, are in order.
-  const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+// Groups of four codes, in the order in which `store_slices` wants them.
+EQQ_INLINE I fours_in_order(I codes) {
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), codes);
+}
+
+// Four vectors of integers, whose bytes are apart, as slices of 64 codes of a row.
+EQQ_INLINE void store_slices(const I* apart, uint8_t* out) {
+  const I low0 = _mm512_unpacklo_epi32(apart[0], apart[1]), low1 = _mm512_unpacklo_epi32(apart[2], apart[3]);
+  const I all[3] = {
+      _mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1),
+      _mm512_unpacklo_epi64(_mm512_unpackhi_epi32(apart[0], apart[1]), _mm512_unpackhi_epi32(apart[2], apart[3]))};
+#pragma GCC unroll 3
+  for (int slice = 0; slice < kSlices; ++slice) _mm512_store_si512(out + slice * kTile, all[kSlices - 1 - slice]);
+}
+
+// Of the blocks of 64 codes, a number for each 16.
+EQQ_INLINE F spread_blocks(const float* row, const int* block) {
   const I quarters = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  const __m128 some = _mm_setr_ps(row[block[0]], row[block[1]], row[block[2]], row[block[3]]);
+  return _mm512_permutexvar_ps(quarters, _mm512_castps128_ps512(some));
+}
+
+// Signed bytes that codes less a constant are, times the scale of a block.
+void decode_integers(const Problem& p, const Codes& a) {
+  const I first = _mm512_set1_epi8(static_cast<char>(p.table[0]));
+  for (int64_t step = 0; step < a.steps; ++step)
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < kRows; ++i) {
+      const I codes = _mm512_loadu_si512(a.from + min64(i, a.last) * a.stride + 64 * step);
+      const I values = fours_in_order(_mm512_add_epi8(codes, first));
+      const F scale = spread_blocks(a.scale + i * kMostBlocks, a.block + 4 * step);
+      I apart[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const I some = _mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(values, j));
+        apart[j] = bytes_apart(slices_of(_mm512_cvtepi32_ps(some), scale));
+      }
+      store_slices(apart, a.out + step * kSlices * kTile + 64 * i);
+    }
+}
+
+// Through floats, 64 of a row at a time. Returns the rows with codes that are no such numbers.
+uint32_t decode_floats(const Problem& p, const Codes& a) {
   const Numbers numbers = numbers_of(p);
   uint32_t rows = 0;
   for (int64_t step = 0; step < a.steps; ++step)
     for (int64_t i = 0; i < kRows; ++i) {
       const I codes = _mm512_loadu_si512(a.from + min64(i, a.last) * a.stride + 64 * step);
       alignas(64) uint8_t bytes[64];
-      _mm512_store_si512(bytes, _mm512_permutexvar_epi32(order, codes));
-      const auto spread = [&](const float* of) {
-        const float* row = of + i * kMostBlocks;
-        const __m128 some = _mm_setr_ps(row[a.block[4 * step]], row[a.block[4 * step + 1]], row[a.block[4 * step + 2]],
-                                        row[a.block[4 * step + 3]]);
-        return _mm512_permutexvar_ps(quarters, _mm512_castps128_ps512(some));
-      };
+      _mm512_store_si512(bytes, fours_in_order(codes));
+      const auto spread = [&](const float* of) { return spread_blocks(of + i * kMostBlocks, a.block + 4 * step); };
       const F scale = spread(a.scale), zero = p.zero_point == nullptr ? _mm512_setzero_ps() : spread(a.zero);
-      I slices[4];
+      I apart[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         const uint8_t* from = bytes + 16 * j;
@@ -167,15 +200,9 @@ uint32_t decode_floats(const Problem& p, const Codes& a) {
                       : p.values == kValueE4M3 ? avx512::Simd::e4m3(from)
                       : p.values == kValueE5M2 ? avx512::Simd::e5m2(from)
                                                : avx512::Simd::bytes256(from, p.table);
-        slices[j] = bytes_apart(slices_of(_mm512_sub_ps(value, zero), scale));
+        apart[j] = bytes_apart(slices_of(_mm512_sub_ps(value, zero), scale));
       }
-      const I low0 = _mm512_unpacklo_epi32(slices[0], slices[1]), low1 = _mm512_unpacklo_epi32(slices[2], slices[3]);
-      const I all[3] = {_mm512_unpacklo_epi64(low0, low1), _mm512_unpackhi_epi64(low0, low1),
-                        _mm512_unpacklo_epi64(_mm512_unpackhi_epi32(slices[0], slices[1]),
-                                              _mm512_unpackhi_epi32(slices[2], slices[3]))};
-#pragma GCC unroll 3
-      for (int slice = 0; slice < kSlices; ++slice)
-        _mm512_store_si512(a.out + (step * kSlices + slice) * kTile + 64 * i, all[kSlices - 1 - slice]);
+      store_slices(apart, a.out + step * kSlices * kTile + 64 * i);
       rows |= static_cast<uint32_t>(has_others(codes, numbers)) << i;
     }
   return rows;

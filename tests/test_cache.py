@@ -75,6 +75,7 @@ def test_appending_step_by_step_equals_appending_at_once(way):
             np.testing.assert_array_equal(stored[1, :, :whole], expected.dequantize())
 
 
+@pytest.mark.long
 def test_sequences_of_a_batch_do_not_change_each_other():
     """Each grows at its own pace, and fills windows at other steps than the others."""
     keys, values = data(3, tokens=60)

@@ -523,6 +523,7 @@ def test_a_result_knows_its_format_and_axis():
             eqq.quantize(w, eqq.Int4("tensor"), scale=best.scale)
 
 
+@pytest.mark.long
 def test_a_scale_that_cannot_be_stored_is_refused():
     w = data((4, 64))
     for format in ("mxfp4", "mxfp8"):

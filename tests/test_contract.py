@@ -89,7 +89,8 @@ def test_error_on_normal_weights(row, getkey):
 
 
 def test_shape_and_axis(name, setting, row, getkey):
-    for shape, axis in SHAPES if setting is None else SHAPES[len(name) % len(SHAPES) :][:1]:
+    """Every second shape: formats whose names are a letter longer take the others."""
+    for shape, axis in SHAPES[len(name) % 2 :: 2] if setting is None else SHAPES[len(name) % len(SHAPES) :][:1]:
         check_shape_and_axis(row, weights(getkey(), shape), axis)
 
 
@@ -298,10 +299,11 @@ def test_repr(row, q):
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_matmul_both_sides(row, getkey, axis):
+def test_matmul_both_sides(name, row, getkey, axis):
     q = eqq.quantize(weights(getkey(), (6 if axis == -1 else 96, 200)), row.format, axis=axis)
     dense = np.asarray(q.dequantize(), np.float64)
-    for x in (weights(getkey(), (200,)), weights(getkey(), (200, 5)), weights(getkey(), (2, 200, 5))):
+    for shape in ((200,), (200, 5) if len(name) % 2 else (2, 200, 5)):
+        x = weights(getkey(), shape)
         y = jnp.asarray(np.swapaxes(x, -1, -2)) if x.ndim > 1 else x
         assert_close(q @ x, dense @ np.asarray(x, np.float64))
         assert_close(y @ q.T, np.asarray(y, np.float64) @ dense.T)

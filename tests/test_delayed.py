@@ -190,6 +190,7 @@ def test_each_model_has_its_own_amax(operands):
         np.testing.assert_allclose(observe_amax(in_parts, models, x), expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_stacks_in_one_product(operands):
     x, _, _ = operands
     stack = weights(jr.key(7), (3, 24, 40))

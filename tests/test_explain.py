@@ -151,6 +151,7 @@ def test_errors():
         eqq.explain(eqq.quantize_tree(eqx.nn.Linear(64, 64, key=jr.key(0)), "int8"), jnp.ones(63))
 
 
+@pytest.mark.long
 def test_remedies_of_convolutions(getkey):
     """`quaxify` packs those of one position; of others it packs those of codes alone."""
     kernels = {"one": (8, 8, 1, 1), "several": (8, 8, 3, 3), "groups": (8, 2, 1, 1)}

@@ -205,6 +205,7 @@ def test_rows_lower_the_error_of_all_outputs(format):
     assert_same(eqq.quantize(w, format, method=eqq.GPTQ(apart)), alone)
 
 
+@pytest.mark.long
 def test_rows_of_stacks_and_other_axes():
     (w, stats), (other, others) = with_gradients(), with_gradients(seed=5)
     stack = lambda name: np.stack([getattr(stats, name), getattr(others, name)])

@@ -60,7 +60,7 @@ def _cases():
     rows_of_x = (*some(M, len(K) + len(N)), *MANY)
     formats = some(SCALARS, len(lengths))
     for i, (k, n, m, name) in enumerate(zip(lengths, rows, rows_of_x, formats, strict=True)):
-        marks = pytest.mark.slow if m in MANY or (i + DAY) % 6 else ()
+        marks = pytest.mark.slow if m in MANY or (i + DAY) % 9 else ()
         yield pytest.param(k, n, m, name, some(ARRANGEMENTS, 4), id=f"K{k}-N{n}-M{m}-{name}-day{DAY}", marks=marks)
 
 

@@ -1,7 +1,6 @@
 """Methods: their errors, and that each minimizes its own measure."""
 
 import functools as ft
-import itertools as it
 from pathlib import Path
 
 import equinox as eqx
@@ -473,7 +472,9 @@ def test_the_largest_float32_stays_finite(contract_row):
 # Chunks of rows
 
 
-@pytest.mark.parametrize("shape, chunk", mark_slow(6, it.product([(5, 3, 130), (37, 130), (7, 1)], [4, 1])))
+@pytest.mark.parametrize(
+    "shape, chunk", mark_slow(4, [((5, 3, 130), 4), ((5, 3, 130), 1), ((37, 130), 4), ((7, 1), 1)])
+)
 def test_chunks_never_change_the_result(contract_row, shape, chunk):
     rows, format = weights(jr.key(0), shape), contract_row.format
     quantize = jax.jit(lambda rows, chunk: eqq.AbsMax().quantize_rows(rows, format, chunk=chunk), static_argnums=1)

@@ -134,6 +134,7 @@ def test_parts_that_would_end_within_a_block_are_gathered(getkey, mesh):
     assert_close(jax.jit(product)(put(x, mesh, P(None, "model")), put(ragged, mesh, P("model"))), product(x, ragged))
 
 
+@pytest.mark.long
 def test_stacked_weights(getkey, mesh):
     q, x = eqq.quantize(weights(getkey(), (3, N, K)), "nf4"), weights(getkey(), (3, M, K))
     expected = jnp.stack([x[i] @ q[i].T for i in range(3)])

@@ -184,6 +184,7 @@ def test_models_of_the_examples(experts, offset, stacked):
         close(apply(eqq.transforms.rotate(model, fold=fold, online=False), IDS), apply(model, IDS))
 
 
+@pytest.mark.long
 def test_a_norm_is_not_judged_by_part_of_its_name(model):
     """A `T5LayerNorm` subtracts no mean."""
 

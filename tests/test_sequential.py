@@ -63,6 +63,7 @@ def by_hand(model, groups, method):
     return model
 
 
+@pytest.mark.long
 def test_a_layer_of_a_stack_gets_the_outputs_of_quantized_layers():
     """With two layers of one weight each, the second follows from inputs that the quantized first one returns."""
     w, x = weights(jr.key(0), (2, 16, 16)) / 2, weights(jr.key(1), (64, 16))

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import eqquant as eqq
+from eqquant._training.distill import _relative_error, _TrainableFloats, _TrainableQuantized
 
 from .helpers import assert_same, outputs, weights
 
@@ -70,11 +71,56 @@ def test_the_reported_loss_equals_the_loss_of_the_result(setting, capsys):
         np.testing.assert_allclose(np.mean([relative(m, b) for b in x[:2]]), loss, rtol=2e-3)
 
 
-def test_never_worse_than_its_start(setting):
+def test_never_worse_than_its_start(setting, capsys):
     model, x, _ = setting
     q = eqq.quantize_tree(model, "int8")
-    found = eqq.distill(q, model, x, optimizer=optax.sgd(1e4), patience=2, progress=False)
+    found = eqq.distill(q, model, x, optimizer=optax.sgd(1e4), patience=2, passes=5)
     jtu.tree_map(lambda a, b: assert_same(a, b) if eqx.is_array(a) else None, found, q)
+    # The mean of every fifth batch, and two passes without a lower loss.
+    start, *passes = capsys.readouterr().out.splitlines()
+    pairs = [[np.asarray(outputs(m, b), np.float64) for m in (q, model)] for b in (x[0], x[5])]
+    losses = [np.sum((a - b) ** 2) / np.sum(b**2) for a, b in pairs]
+    assert float(start.split()[3]) == pytest.approx(np.mean(losses), rel=5e-4) != pytest.approx(losses[0], rel=5e-4)
+    assert [line.split(",")[0] for line in passes] == ["distill: pass 1 of 5", "distill: pass 2 of 5"]
+
+
+def test_what_is_trained_by_hand():
+    """Relative changes of scales and floats, and codes in tens of levels; a model is what its training saw."""
+    w, rng = weights(jr.key(0), (48, 3)), np.random.default_rng(0)
+    changes = {"scale": 0.1 * rng.standard_normal((3, 2)), "codes": 0.05 * rng.standard_normal((3, 48))}
+    changes = {name: jnp.asarray(x, jnp.float32) for name, x in changes.items()}
+    bias = jnp.asarray([3.0, -4, 0, 0])
+
+    @jax.jit
+    def compute(w, changes, bias):
+        q = eqq.quantize(w, eqq.Int4(32, symmetric=False, scale_dtype="float16"), axis=0)
+        part = _TrainableQuantized(q, True)
+        assert jtu.tree_map(jnp.shape, part.start()) == jtu.tree_map(jnp.shape, changes)
+        slopes = jax.grad(lambda c: jnp.sum(part.value(c) * w))(changes)
+        floats = [_TrainableFloats(x).value(jnp.arange(4.0)) for x in (bias, 0 * bias)]
+        end = part.finalize(changes)
+        return q, part.value(changes), end, (end.dequantize(), eqq.unpack(end), eqq.unpack(q)), slopes, floats
+
+    q, value, end, (dense, codes, old), slopes, floats = compute(w, changes, bias)
+    np.testing.assert_allclose(floats[0], np.asarray(bias) + 2.5 * np.arange(4), rtol=1e-6)
+    np.testing.assert_allclose(floats[1], 0.01 * np.arange(4), rtol=1e-6)
+    zero, spread = np.asarray(q.zero_point, np.float64), lambda x: np.repeat(x, 32, 1)[:, :48]
+    scale = np.float16(np.asarray(q.scale) * (1 + np.asarray(changes["scale"]))).astype(np.float64)
+    moved = np.clip(np.round(np.asarray(old).T + 10 * np.asarray(changes["codes"], np.float64)), 0, 15)
+    np.testing.assert_array_equal(np.asarray(codes).T, moved)
+    np.testing.assert_allclose(value.T, (moved - spread(zero)) * spread(scale), rtol=1e-5)
+    np.testing.assert_array_equal(value, dense)
+    assert jtu.tree_structure(end) == jtu.tree_structure(q)
+    product = (moved - spread(zero)) * np.asarray(w, np.float64).T * spread(np.asarray(q.scale, np.float64))
+    np.testing.assert_allclose(slopes["scale"][:, 0], product[:, :32].sum(1), rtol=1e-3)
+    np.testing.assert_allclose(slopes["scale"][:, 1], product[:, 32:].sum(1), rtol=1e-3)
+    np.testing.assert_allclose(slopes["codes"], 10 * spread(scale) * np.asarray(w).T, rtol=1e-4)
+
+
+def test_the_loss_is_relative_to_all_outputs():
+    a, b = ([np.arange(3.0), np.ones((2, 2)), np.arange(2)], [np.arange(3.0) + 1, np.zeros((2, 2)), np.arange(2) + 9])
+    a, b = (jtu.tree_map(lambda x: jnp.asarray(x, jnp.int32 if x.dtype == int else jnp.float32), x) for x in (a, b))
+    assert float(jax.jit(_relative_error)(a, b)) == pytest.approx((3 + 4) / (1 + 4 + 9))
 
 
 @pytest.mark.long

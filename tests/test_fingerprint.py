@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._methods.fingerprint import fingerprint
+from eqquant._methods.fingerprint import _signs, fingerprint, SUMS
 from eqquant.calibrate import collect_stats
 
 from .helpers import weights
@@ -130,6 +130,12 @@ def test_quantized_weights_have_none(model, batches):
     stats = collect_stats(eqq.quantize_tree(model, "int4"), batches, gram=True)
     assert all(leaf.fingerprint is None for leaf in stats.leaves)
     eqq.quantize_tree(model, "int4", method=eqq.GPTQ(stats))
+
+
+def test_signs_of_fingerprints_do_not_depend_on_each_other():
+    signs = np.asarray(jax.jit(lambda: jnp.concatenate([_signs(2000, 0), _signs(2000, 1)], axis=1))())
+    assert set(signs.ravel()) == {-1, 1}
+    np.testing.assert_allclose(signs.T @ signs / 2000, np.eye(2 * SUMS), atol=5 / 2000**0.5)  # five deviations
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (3, 40, 64), (8, 3, 5, 5), (1, 100)])

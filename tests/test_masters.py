@@ -1,6 +1,7 @@
 """Quantization-aware training with float masters in the optimizer's state."""
 
 import io
+import itertools as it
 
 import equinox as eqx
 import jax
@@ -112,6 +113,52 @@ def test_steps_equal_the_optimizer_on_floats(getkey):
     for layer, master, expected in zip(model.layers, state.masters.layers, bare.layers, strict=True):
         assert_close(master.weight, expected.weight, 1e-6)
         assert_close(layer.bias, expected.bias, 1e-6)
+
+
+class Halved(eqq.extend.AbstractScaleMethod):
+    """Half of the scales that the format chooses."""
+
+    def choose_scales(self, blocks, format):
+        return 0.5 * format.choose_scale(blocks), None
+
+
+def test_two_steps_by_hand(getkey):
+    """With momentum, weight decay and a method, in float64. Weights that are alike round by keys of their own."""
+    w, grads, rate = np.asarray(weights(getkey(), (4, 64))), np.asarray(weights(getkey(), (2, 4, 64))), np.float32(0.05)
+    floats = {"a": w, "b": w, "bias": w[0]}
+    inner = optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.1), optax.scale(-rate))
+
+    def train(floats, dtype, key):
+        params = {k: x if k == "bias" else eqq.quantize(x, "int4", method=Halved()) for k, x in floats.items()}
+        optim = eqq.float_masters(inner, masters=floats, dtype=dtype, key=key, method=Halved())
+        state, codes = optim.init(params), []
+        for g in grads:
+            updates, state = optim.update({k: jnp.asarray(g[0] if k == "bias" else g) for k in params}, state, params)
+            params = eqq.apply_updates(params, updates)
+            codes += [eqq.unpack(x) for k, x in params.items() if k != "bias"]
+        return params, state.masters, jnp.stack(codes)
+
+    @jax.jit
+    def run(floats):
+        nearest = train({"a": floats["a"], "bias": floats["bias"]}, jnp.float32, None)
+        wanted = eqq.quantize(nearest[1]["a"], "int4", method=Halved())
+        return nearest, wanted, train(floats, jnp.float16, jr.key(0))
+
+    (params, masters, codes), wanted, (_, half, random) = run(floats)
+    trace, expected = np.zeros_like(w, np.float64), w.astype(np.float64)
+    for g in grads:
+        trace = g + 0.9 * trace
+        expected = expected - 0.05 * (trace + 0.1 * expected)
+    assert_same(params["a"], wanted)
+    for value, exact in ((masters["a"], expected), (params["bias"], expected[0])):
+        np.testing.assert_allclose(value, exact, rtol=1e-5, atol=1e-6)
+    for name in "ab":
+        assert half[name].dtype == jnp.float16
+        np.testing.assert_allclose(half[name], expected, rtol=1e-2, atol=1e-2)
+    # What is alike, and each step, has other random numbers; and a value is off by less than one code.
+    random = np.asarray(eqq.Int4().decode(random)).reshape(2, 2, 4, 64)
+    up = random - np.asarray(eqq.Int4().decode(codes))[:, None]
+    assert np.abs(up).max() <= 1 and all((a != b).any() for a, b in it.combinations(up.reshape(4, 4, 64), 2))
 
 
 def test_default_masters_are_the_dequantized_model(getkey):

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import eqquant as eqq
+from eqquant._training import moments
 
 from .helpers import assert_close, assert_same, weights
 
@@ -150,6 +151,38 @@ def test_which_state_is_quantized(make, moments, getkey):
     assert jtu.tree_structure(updates) == jtu.tree_structure(params)
     describe = lambda tree: [(x.shape, x.dtype) for x in jtu.tree_leaves(tree)]
     assert describe(after) == describe(state)
+
+
+OPTIMIZERS = [optax.ema(0.9), optax.adafactor(0.1), optax.contrib.muon(0.1), optax.adam(0.1), optax.adan(0.1)]
+OPTIMIZERS += [optax.amsgrad(0.1), optax.adabelief(0.1), optax.lion(0.1), optax.novograd(0.1), optax.rmsprop(0.1)]
+OPTIMIZERS += [optax.adagrad(0.1), optax.sm3(0.1), optax.sgd(0.1, momentum=0.9)]
+OPTIMIZERS += [optax.contrib.ademamix(0.1), optax.contrib.simplified_ademamix(0.1)]
+
+
+def test_moments_that_may_be_negative_are_signed():
+    """And no other moment, since squares that round to zero would be divided by."""
+    params, names = jnp.asarray([[1.0, -2], [3, 4]]), []
+
+    @jax.jit
+    def run(params):
+        least = []
+        for optim in OPTIMIZERS:
+            state = optim.init(params)
+            for factor in (1.0, -3.0):
+                _, state = optim.update(factor * params, state, params)
+                for x in jtu.tree_leaves(state, is_leaf=lambda x: bool(moments._moment_fields(x))):
+                    for field, signed in moments._moment_fields(x).items():
+                        if isinstance(value := getattr(x, field), jax.Array):  # not where Muon uses Adam
+                            names.append((type(x).__name__, field, signed))
+                            least.append(jnp.min(value))
+        return jnp.stack(least)
+
+    found = {}
+    for least, name in zip(run(params).tolist(), names, strict=True):
+        found[name] = min(least, found.get(name, 0.0))
+    assert len({name for name, *_ in found}) >= 13
+    for (name, field, signed), least in found.items():
+        assert (least < 0) == signed, f"{name}.{field}"
 
 
 @pytest.mark.long

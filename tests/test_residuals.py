@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._training.residuals import residual_nbytes
+from eqquant._training.residuals import _find_divisors, residual_nbytes
 
 from .helpers import weights
 
@@ -74,6 +74,35 @@ def test_divisors_are_not_rounded(name, policy):
     of = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(x)))))(x)
     got, exact = of(eqq.checkpoint_quantized(f, policy=policy)), of(f)
     assert float(jnp.linalg.norm(got - exact)) < 0.05 * float(jnp.linalg.norm(exact))
+
+
+ZERO_AT_ZERO = [jnp.abs, jax.lax.asin, jax.lax.atan, jax.lax.cbrt, jax.lax.erf, jnp.expm1, lambda x: x**3, jnp.log1p]
+ZERO_AT_ZERO += [lambda x: x * jnp.cos(x), jnp.negative, jax.lax.optimization_barrier, jnp.ravel, jnp.copy, jnp.sin]
+ZERO_AT_ZERO += [lambda x: jnp.broadcast_to(x, (2, 3, 4)), lambda x: jnp.concatenate([x, x]), lambda x: x[None]]
+ZERO_AT_ZERO += [lambda x: x.astype(jnp.bfloat16), lambda x: jax.lax.reduce_precision(x, 5, 10), jnp.flip, jnp.sinh]
+ZERO_AT_ZERO += [lambda x: jax.lax.select(x > 1, x, 2 * x), lambda x: jax.lax.slice(x, (0, 1), (3, 3)), jnp.sqrt]
+ZERO_AT_ZERO += [jnp.square, lambda x: jnp.squeeze(x[None]), jnp.tan, jnp.tanh, jnp.transpose, jax.jit(jnp.tanh)]
+ZERO_AT_ZERO += [lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.tanh, x), jax.checkpoint(lambda x: 2 * jnp.tan(x))]
+ZERO_AT_ZERO += [lambda x: jax.lax.scan(lambda c, row: (c, jnp.sin(row)), 0.0, x)[1]]
+
+
+def test_what_a_backward_pass_divides_by():
+    """Operands of divisions, and whatever these are zero with; not numerators, exponents and cosines."""
+    x, one = jnp.ones((3, 4)), lambda x: jnp.ones_like(x)
+
+    def finds(f, x=x):
+        jaxpr = jax.make_jaxpr(f)(x).jaxpr
+        return jaxpr.invars[0] in _find_divisors(jaxpr, set())
+
+    for f in ZERO_AT_ZERO:
+        name = jax.make_jaxpr(f)(x)
+        assert finds(lambda x, f=f: 1 / f(x)), name
+        assert finds(lambda x, f=f: jnp.log(f(x) * f(x))), name
+        assert not finds(lambda x, f=f: f(x) / 2), name
+    for f in (lambda x: jax.lax.rem(one(x), x), jnp.log, jax.lax.rsqrt, lambda x: x**0.3, lambda x: x**-2):
+        assert finds(f)
+    for f in (lambda x: jax.lax.rem(x, one(x)), lambda x: 2.0**x, lambda x: x**2, jnp.exp, lambda x: 1 / jnp.cos(x)):
+        assert not finds(f)
 
 
 def test_saved_bytes(getkey):

@@ -273,6 +273,7 @@ ROLES = {
 }
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("wanted", ROLES.values(), ids=ROLES)
 def test_roles(wanted):
     assert estimate_role_factors(wanted) == wanted
@@ -343,6 +344,81 @@ def test_knapsack_of_large_costs():
             sum((l + m * c).min() for c, l in zip(costs, losses)) - m * budget for m in np.geomspace(1e-12, 1e-6, 400)
         )
         assert bound <= loss <= bound + 0.02 * sum(l[2] for l in losses)
+
+
+def test_divergence_by_the_formulas():
+    rng = np.random.default_rng(0)
+    x = {"model": rng.standard_normal((2, 3, 5)), "quantized": rng.standard_normal((2, 3, 5))}
+    x["model"][0, 1], x["quantized"][0, 1] = np.arange(5) * 1e20, np.arange(5)[::-1] * 1e20
+    x["model"][1, 2] = x["quantized"][1, 2] = 0
+    x = {name: y.astype(np.float32) for name, y in x.items()}
+    found = analysis.output_divergence(x["model"], x["quantized"], np.ones(1), apply=lambda y, _: jnp.asarray(y))
+    a, b = (y.reshape(6, 5).astype(np.float64) for y in x.values())
+    log_p, log_q = (y - y.max(-1, keepdims=True) for y in (a, b))
+    log_p, log_q = (y - np.log(np.exp(y).sum(-1, keepdims=True)) for y in (log_p, log_q))
+    kls = np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)
+    norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    cosines = np.where(norms > 0, np.sum(a * b, axis=-1) / np.maximum(norms, 1e-30), 1)
+    close(found.kls, kls, 1e-4)
+    np.testing.assert_allclose(found.cosines, cosines, atol=1e-5)
+    close([found.kl, found.kl_worst, found.cosine], [kls.mean(), kls.max(), cosines.mean()])
+    close([found.cosine_worst, found.relative_l2], [cosines.min(), np.linalg.norm(a - b) / np.linalg.norm(a)])
+    assert found.outputs == 6 and found.top1 == np.mean(a.argmax(-1) == b.argmax(-1)) not in (0, 0.5, 1)
+
+
+def test_a_tree_counts_its_values_not_its_leaves():
+    """Errors, bits and budgets, where leaves are of unlike sizes, formats and magnitudes."""
+    w = {"a": np.asarray(weights(jr.key(0), (8, 64))), "b": 100 * np.asarray(weights(jr.key(1), (32, 64)))}
+    w |= {"bias": np.ones(3, np.float32)}
+    q = eqq.quantize_tree(w, {"a": "int8", "b": "int4"})
+    report = analysis.compare_trees(w, q, threshold=0.5)
+    errors = {name: np.asarray(w[name], np.float64) - q[name].dequantize() for name in "ab"}
+    noise, signal = (sum(np.sum(np.square(x[name], dtype=np.float64)) for name in "ab") for x in (errors, w))
+    close([report.mse, report.sqnr_db], [noise / 2560, 10 * np.log10(signal / noise)])
+    close(report.bits, 8 * (q["a"].nbytes + q["b"].nbytes) / 2560)
+    for leaf in report.leaves:
+        error = errors[leaf.path]
+        close([leaf.error.mse, leaf.error.outlier_rate], [np.mean(error**2), np.mean(np.abs(error) > 0.5)])
+        assert (leaf.format, leaf.shape) == (q[leaf.path].format, w[leaf.path].shape)
+    formats = (eqq.Int4(), eqq.Int8())
+    leaves = [
+        LeafSensitivity(("a",), (8, 64), w["a"].nbytes, formats, (300, 700), (1.0, 0.25)),
+        LeafSensitivity(("b",), (32, 64), w["b"].nbytes, formats, (600, 1500), (1.5, 0.3)),
+    ]
+    plan = analysis.plan_bits(w, SensitivityReport(0.25, tuple(leaves)), 8 * (300 + 1500) / 2560)
+    assert dict(plan) == {"a": formats[0], "b": formats[1]} and (plan.nbytes, plan.bits) == (1800, 8 * 1800 / 2560)
+    close(plan.increase, 0.75 + 0.05)
+    less = analysis.plan_bits(w, SensitivityReport(0.25, tuple(leaves)), 8 * 1799 / 2560)
+    assert dict(less) == {"a": formats[1], "b": formats[0]}
+
+
+def test_losses_of_groups_and_shared_leaves(getkey):
+    """One evaluation for each format, in which all arrays of a group, and all places of one, are quantized."""
+    w = {name: np.asarray(weights(getkey(), (8, 64))) for name in "abc"}
+    model = {"layers": [{"w": w["a"]}, {"w": w["b"]}], "other": {"x": w["c"], "y": w["c"]}}
+    x = np.asarray(weights(getkey(), (64,)))
+    factors = np.float32([1, 10, 100, 1000])
+    loss = lambda m, x: sum(f * jnp.sum(jnp.square(w @ x)) for f, w in zip(factors, jtu.tree_leaves(m)))
+    report = analysis.sensitivity(model, loss, x, (eqq.Int4(32), eqq.Int2(64)), group="layers.*", method=Doubled())
+    rounded = lambda w, f: np.asarray(eqq.quantize(w, f, method=Doubled()).dequantize(), np.float64)
+    value = lambda a, b, c, d: sum(f * np.sum((w.astype(np.float64) @ x) ** 2) for f, w in zip(factors, (a, b, c, d)))
+    a, b, c = w.values()
+    close(report.loss, value(a, b, c, c))
+    assert [leaf.paths for leaf in report.leaves] == [("layers.0.w", "layers.1.w"), ("other.x", "other.y")]
+    for n, format in enumerate((eqq.Int4(32), eqq.Int2(64))):
+        close(report.leaves[0].losses[n], value(rounded(a, format), rounded(b, format), c, c))
+        close(report.leaves[1].losses[n], value(a, b, *[rounded(c, format)] * 2))
+    q = eqq.quantize(w["a"], eqq.Int4(32))
+    assert report.leaves[0].nbytes[0] == 2 * q.nbytes and report.leaves[1].nbytes[0] == q.nbytes
+    assert [leaf.dense_nbytes for leaf in report.leaves] == [2 * w["a"].nbytes, w["a"].nbytes]
+    assert report.leaves[0].formats[0].method == Doubled()
+
+
+class Doubled(eqq.extend.AbstractScaleMethod):
+    """Twice the scales that the format chooses."""
+
+    def choose_scales(self, blocks, format):
+        return 2 * format.choose_scale(blocks), None
 
 
 @pytest.mark.long

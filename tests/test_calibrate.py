@@ -20,6 +20,8 @@ from jaxtyping import TypeCheckError
 
 import eqquant as eqq
 from eqquant.calibrate import MinMax, MovingAverage, MSERange, Percentile
+from eqquant.calibrate._blocks import make_blocks
+from eqquant.calibrate._calibrator import find_extremes
 from eqquant.calibrate._result import CalibrationResult
 from eqquant.calibrate._uint64 import UInt64
 from eqquant.reference import integer_format
@@ -416,6 +418,36 @@ def test_percentile_of_later_batches_counts():
 
 def squared_error(x, result):
     return float(jnp.mean(jnp.square(result.quantize(x).dequantize() - x)))
+
+
+def test_errors_of_ranges_are_integrals():
+    """Of squared distances from levels, over bins of uniform density: by sums over many points of each bin."""
+    edges = np.float32([-2.5, -2.46, -1, -0.2, 0, 0, 0.3, 0.31, 1.9, 2.6])
+    counts, scales = np.float32([3, 1, 4, 1, 5, 9, 2, 6, 5]), np.float32([0.05, 0.3, 0.7])
+    points = edges[:-1, None] + np.diff(edges)[:, None] * (np.arange(20_000) + 0.5) / 20_000
+    kinds = {True: (-8, 7, None), False: (-6, 9, jnp.uint8(6))}
+
+    @jax.jit
+    def compute(counts, edges, scales):
+        of = lambda symmetric: MSERange(eqq.Int4("tensor", symmetric=symmetric))._compute_error
+        return {kind: [of(kind)(counts, edges, s, zero) for s in scales] for kind, (_, _, zero) in kinds.items()}
+
+    for kind, found in compute(*map(jnp.asarray, (counts, edges, scales))).items():
+        bottom, top, _ = kinds[kind]
+        for s, error in zip(scales.astype(np.float64), found, strict=True):
+            distance = points - np.clip(np.round(points / s), bottom, top) * s
+            np.testing.assert_allclose(error, np.sum(counts * np.mean(distance**2, axis=-1)), rtol=1e-3)
+
+
+def test_extremes_of_blocks():
+    """Of every kind of block, each day."""
+    x = np.random.default_rng(0).standard_normal((2, 3, 6, 10), np.float32)
+    blocks = {by: make_blocks(*args) for by, args in BY.items()}
+    found = jax.jit(lambda x: {by: find_extremes(x, b) for by, b in blocks.items()})(x)
+    for by, (low, high) in jtu.tree_map(np.asarray, found).items():
+        for index, values in dequantize_codes(x, by).items():
+            assert (low[index], high[index]) == (min(values), max(values)), by
+        assert low.shape == high.shape == blocks[by].scale_shape
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._methods.joint import _Groups
 
 
 JOINT = eqq.JointMSE()
@@ -125,3 +126,53 @@ def test_statistics_of_stacks_and_trees():
         eqq.quantize(x, "q2_k", method=eqq.JointMSE(squares[..., :-1]))
     with pytest.raises(ValueError, match="must be finite"):
         eqq.quantize(x, "q2_k", method=eqq.JointMSE(squares[:, 0] * np.nan))
+
+
+def test_groups_by_least_squares():
+    """Errors, the floats of groups and moves of codes, in float64; of two rows with two groups each."""
+    format = eqq.formats.Q4_K()
+    nested = format.scale_format
+    draw = np.random.default_rng(0)
+    x, weights = draw.standard_normal((2, 2, 8, 32)), np.exp(draw.standard_normal((2, 2, 8, 32)))
+    weights[1, 1, 6:] = 0  # padding
+    codes = [draw.integers(20, 60, (2, 2, 8)).astype(np.uint8) for _ in range(2)]
+    outer = (
+        np.float32(np.float16([[0.01, 0.02], [0.005, 0.015]])),
+        np.float32(np.float16([[-0.03, -0.04], [-0.02, 0.01]])),
+    )
+    values = lambda c: np.asarray(nested.decode(jnp.asarray(c)), np.float64)
+
+    @jax.jit
+    def compute(x, weights, *parts):
+        groups = _Groups(x, weights, format, nested)
+        parts = [parts[:2], parts[2:]]
+        levels, _, _ = groups.levels(parts)
+        moved = groups.move_codes(parts)
+        fitted = groups.fit_floats(parts)
+        return levels, groups.errors(parts), groups.errors(moved), moved, fitted, groups.clear_worse(parts)
+
+    arguments = (x, weights, codes[0], outer[0], codes[1], outer[1])
+    arguments = (jnp.asarray(a, a.dtype if a.dtype == np.uint8 else jnp.float32) for a in arguments)
+    levels, errors, after, moved, both, cleared = compute(*arguments)
+    levels = np.asarray(levels, np.float64)
+    scale, offset = (values(c) * o[..., None] for c, o in zip(codes, outer, strict=True))
+    nearest = np.clip(np.round((x - offset[..., None]) / scale[..., None]), 0, 15)
+    assert np.mean(levels == nearest) > 0.999
+    error = lambda s, o, levels: np.sum(weights * (x - levels * s[..., None] - o[..., None]) ** 2, -1)
+    np.testing.assert_allclose(errors, error(scale, offset, levels), rtol=1e-3)
+    for index in np.ndindex(2, 2):
+        root, y = np.sqrt(weights[index]).ravel(), x[index].ravel()
+        u = (values(codes[0])[index][:, None] * levels[index]).ravel()
+        v = np.repeat(values(codes[1])[index], 32)
+        solution = np.linalg.lstsq(np.stack([u, v], 1) * root[:, None], y * root, rcond=None)[0]
+        np.testing.assert_allclose([part[1][index] for part in both], solution, rtol=2e-3)
+    assert (np.asarray(after) <= np.asarray(errors) * (1 + 1e-5)).all() and np.sum(after) < 0.95 * np.sum(errors)
+    decoded = [values(c) for c, _ in moved]
+    assert all(np.abs(new - values(old)).max() <= 8 for new, old in zip(decoded, codes, strict=True))
+    new_scale, new_offset = (d * o[..., None] for d, o in zip(decoded, outer, strict=True))
+    levels = np.clip(np.round((x - new_offset[..., None]) / new_scale[..., None]), 0, 15)
+    np.testing.assert_allclose(after, error(new_scale, new_offset, levels), rtol=1e-3, atol=1e-4)
+    worse = error(scale, offset, nearest) > np.sum(weights * x**2, -1)
+    assert 0 < worse.mean() < 1
+    for (c, _), old in zip(cleared, codes, strict=True):
+        np.testing.assert_array_equal(c, np.where(worse, nested.encode(jnp.zeros(())), old))

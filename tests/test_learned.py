@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._methods import learned
 
 from .helpers import assert_same, FORMATS, SWEPT_SCALARS, weights
 from .test_gptq import compute_gram, inputs
@@ -37,6 +38,42 @@ def test_never_worse_than_its_start(name):
     assert (after <= before * (1 + 1e-5)).all()
     if format.bits <= 4:
         assert after.sum() < 0.97 * before.sum()
+
+
+def descend(w, gram, codes, scale, rounds, damping):
+    """The rule in float64: columns one by one, and the scale of each block of eight, where the error falls."""
+    damped = gram / np.mean(np.diag(gram)) + damping * np.eye(len(gram))
+    falls = lambda step, slope, curvature: step * (2 * slope + curvature * step) < 0
+    spread = lambda scale: np.repeat(scale, 8, 1)[:, : len(gram)]
+    for turn in range(rounds + 1):
+        for i in range(len(gram)):
+            slope, curvature, unit = (codes * spread(scale) - w) @ damped[i], damped[i, i], spread(scale)[:, i]
+            new = np.clip(np.round(codes[:, i] - slope / curvature / unit), -4, 3)
+            codes[:, i] = np.where(falls((new - codes[:, i]) * unit, slope, curvature), new, codes[:, i])
+        for block in range(scale.shape[1] if turn < rounds else 0):
+            own = np.s_[8 * block : 8 * block + 8]
+            slope = np.sum(codes[:, own] * ((codes * spread(scale) - w) @ damped[:, own]), -1)
+            curvature = np.sum(codes[:, own] @ damped[own, own] * codes[:, own], -1)
+            step = -slope / np.where(curvature > 0, curvature, 1)
+            usable = falls(step, slope, curvature) & ((scale[:, block] + step) * scale[:, block] > 0)
+            scale[:, block] += np.where(usable, step, 0)
+    return codes, scale
+
+
+def test_codes_and_scales_by_hand(monkeypatch):
+    monkeypatch.setattr(learned, "WIDTH", 9)  # three parts, the last of which is shorter, as is the last block
+    w, x = np.asarray(weights(jr.key(1), (2, 4, 20))), np.random.default_rng(0).standard_normal((2, 30, 20))
+    x = x @ (np.eye(20) + 0.3 * np.random.default_rng(1).standard_normal((20, 20)))
+    grams, format = np.swapaxes(x, 1, 2) @ x, eqq.Int3(8)
+    method = eqq.LearnedRounding(gram=grams, method=eqq.AbsMax(), rounds=2, damping=0.05)
+    start, q = jax.jit(lambda w: (eqq.quantize(w, format), eqq.quantize(w, format, method=method)))(w)
+    codes = lambda q: np.asarray(q.format.decode(eqq.unpack(q)), np.float64)
+    found, start, scale = codes(q), codes(start), np.asarray(start.scale, np.float64)
+    for n in range(2):
+        expected, fitted = descend(w[n].astype(np.float64), grams[n], start[n].copy(), scale[n].copy(), 2, 0.05)
+        same = (found[n] == expected).all(-1)  # a tie in float32 changes what follows in its row
+        assert same.sum() >= 3 and (expected != start[n]).any(-1).all()
+        np.testing.assert_allclose(np.asarray(q.scale)[n][same], fitted[same], rtol=1e-3)
 
 
 @pytest.mark.long

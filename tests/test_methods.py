@@ -15,6 +15,8 @@ from jaxtyping import TypeCheckError
 
 import eqquant as eqq
 from eqquant._formats.base import AbstractVectorFormat
+from eqquant._methods.hqq import _shrink
+from eqquant._methods.search import fit, Search
 
 from .helpers import assert_same, FORMATS as CONTRACT, mark_slow, SWEPT_FORMATS, weights
 
@@ -131,6 +133,41 @@ def test_mse_has_the_least_error(name):
     found = np.sum(errors(w, format, eqq.MSE()).reshape(64, 8, 64) ** 2, axis=-1)
     assert found.sum() < 1.02 * least.sum()
     assert (found < 1.5 * least).all()
+
+
+def test_steps_of_a_search_by_their_formulas():
+    """Least squares with weights, the shrinkage of HQQ, the best zero point, and powers of two."""
+    rng = np.random.default_rng(0)
+    units, levels, weights = (rng.standard_normal((3, 8)) for _ in range(3))
+    levels = np.round(3 * levels)
+    units, levels, weights = (np.float32(x) for x in (levels + 0.5 * units, levels, weights**2))
+    values = np.float32(
+        [[-20.3, 8, 7.9, -1, 0.4, 3, 2, 1], [-1.2, 3, 9, 14.7, 2, 2, 1, 5], [-2, -1, -7, -3, -9, -4, 0, 1]]
+    )
+    affine = eqq.Int4(8, symmetric=False)
+
+    @jax.jit
+    def compute(units, levels, weights, values):
+        one = jnp.ones(3, jnp.float32)
+        fitted = [fit(units, levels, one, w) for w in (None, levels * weights)]
+        zeros = [Search(values, one, affine, w)._zero_point(values) for w in (None, weights)]
+        powers = Search(units, 3 * one, eqq.MXFP4()).round_factor(jnp.asarray([0.3, 1, 2.7]))
+        return fit(units, -levels, 7 * one), fitted, _shrink(units, jnp.float32(2.5)), zeros, powers
+
+    kept, fitted, shrunk, zeros, powers = compute(*map(jnp.asarray, (units, levels, weights, values)))
+    u, l = units.astype(np.float64), levels.astype(np.float64)
+    for found, w in zip(fitted, (1, weights), strict=True):
+        np.testing.assert_allclose(found, np.sum(w * u * l, -1) / np.sum(w * l * l, -1), rtol=1e-5)
+    assert kept.tolist() == [7, 7, 7]
+    np.testing.assert_allclose(shrunk, np.sign(u) * np.maximum(abs(u) - abs(u) ** -0.3 / 2.5, 0), rtol=1e-4, atol=1e-6)
+    for found, w in zip(zeros, (1, weights), strict=True):
+        error = lambda zero: np.sum(w * (values - np.clip(np.round(values), -zero, 15 - zero)) ** 2, -1)
+        every = np.stack([error(zero) for zero in range(16)])
+        chosen = np.take_along_axis(every, np.asarray(found, int)[None], 0)[0]
+        assert (chosen <= 1.05 * every.min(0) + 1e-6).all() and (found[1], found[2]) == (1, 9)
+    scales = np.log2(3 * np.asarray(powers, np.float64))
+    np.testing.assert_allclose(scales, np.round(scales), atol=1e-6)
+    assert (np.abs(scales - np.log2([0.9, 3, 8.1])) <= 1).all()
 
 
 def test_hqq_cares_less_for_outliers():

@@ -599,7 +599,7 @@ def test_observed_leaves_are_quantized_leaves():
 
 def test_reports():
     model = eqx.nn.MLP(4, 2, 8, 1, key=jr.key(0))
-    stats = collect_stats(model, [normal(5, 4).at[0, 0].set(50.0)])
+    stats = collect_stats(model, [normal(5, 4).at[0, :2].set(jnp.asarray([50.0, 6]))])  # of which one is above 6
     text = str(stats)
     assert text == repr(stats)
     for expected in ("layers.0.weight", "8 x 4", "above 6", "50", "5.0000%"):

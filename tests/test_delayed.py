@@ -442,6 +442,7 @@ def test_bad_input(operands):
     for history in (0, True):
         with pytest.raises(ValueError, match="`history` must be a number of steps"):
             eqq.delayed_scaling(optax.sgd(0.1), history=history)
+    eqq.delayed_scaling(optax.sgd(0.1), history=1)
     for margin in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="`margin` must be a finite number"):
             eqq.delayed_scaling(optax.sgd(0.1), margin=margin)

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import eqquant as eqq
-from eqquant._training.masters import FloatMastersState
+from eqquant._training.masters import _zero_update, FloatMastersState
 
 from .helpers import arrays, assert_close, assert_same, FORMATS, KINDS, loss, mlp, temp_bytes, weights
 
@@ -158,7 +158,8 @@ def test_two_steps_by_hand(getkey):
     # What is alike, and each step, has other random numbers; and a value is off by less than one code.
     random = np.asarray(eqq.Int4().decode(random)).reshape(2, 2, 4, 64)
     up = random - np.asarray(eqq.Int4().decode(codes))[:, None]
-    assert np.abs(up).max() <= 1 and all((a != b).any() for a, b in it.combinations(up.reshape(4, 4, 64), 2))
+    assert np.abs(up).max() <= 1 and _zero_update(jr.key(0)) is None
+    assert all((a != b).any() for a, b in it.combinations(up.reshape(4, 4, 64), 2))
 
 
 def test_default_masters_are_the_dequantized_model(getkey):

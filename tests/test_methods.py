@@ -14,9 +14,10 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqquant as eqq
-from eqquant._formats.base import AbstractVectorFormat
+from eqquant._formats.base import AbstractVectorFormat, find_levels
 from eqquant._methods.hqq import _shrink
-from eqquant._methods.search import fit, Search
+from eqquant._methods.search import fit, Search, search_least_squares
+from eqquant._methods.stochastic import move_stochastically
 
 from .helpers import assert_same, FORMATS as CONTRACT, mark_slow, SWEPT_FORMATS, weights
 
@@ -152,9 +153,10 @@ def test_steps_of_a_search_by_their_formulas():
         fitted = [fit(units, levels, one, w) for w in (None, levels * weights)]
         zeros = [Search(values, one, affine, w)._zero_point(values) for w in (None, weights)]
         powers = Search(units, 3 * one, eqq.MXFP4()).round_factor(jnp.asarray([0.3, 1, 2.7]))
-        return fit(units, -levels, 7 * one), fitted, _shrink(units, jnp.float32(2.5)), zeros, powers
+        best = search_least_squares(Search(values, one, eqq.Int4(8), weights))
+        return fit(units, -levels, 7 * one), fitted, _shrink(units, jnp.float32(2.5)), zeros, powers, best
 
-    kept, fitted, shrunk, zeros, powers = compute(*map(jnp.asarray, (units, levels, weights, values)))
+    kept, fitted, shrunk, zeros, powers, best = compute(*map(jnp.asarray, (units, levels, weights, values)))
     u, l = units.astype(np.float64), levels.astype(np.float64)
     for found, w in zip(fitted, (1, weights), strict=True):
         np.testing.assert_allclose(found, np.sum(w * u * l, -1) / np.sum(w * l * l, -1), rtol=1e-5)
@@ -165,6 +167,9 @@ def test_steps_of_a_search_by_their_formulas():
         every = np.stack([error(zero) for zero in range(16)])
         chosen = np.take_along_axis(every, np.asarray(found, int)[None], 0)[0]
         assert (chosen <= 1.05 * every.min(0) + 1e-6).all() and (found[1], found[2]) == (1, 9)
+    error = lambda s: np.sum(weights * (values - np.clip(np.round(values / s), -8, 7) * s) ** 2, -1)
+    least = np.min([error(s) for s in np.linspace(0.1, 4, 4000)], axis=0)
+    assert (error(np.asarray(best, np.float64)[:, None]) <= 1.05 * least).all()
     scales = np.log2(3 * np.asarray(powers, np.float64))
     np.testing.assert_allclose(scales, np.round(scales), atol=1e-6)
     assert (np.abs(scales - np.log2([0.9, 3, 8.1])) <= 1).all()
@@ -402,6 +407,26 @@ def test_tied_masters_with_two_methods():
     final = eqq.finalize(simulated)
     for name in "ab":
         np.testing.assert_array_equal(final[name].dequantize(), simulated[name].dequantize())
+
+
+def test_the_mean_of_stochastic_rounding_is_the_value():
+    """Over evenly spaced random numbers, whether levels are even or not; a level stays."""
+    formats = (eqq.Int4(), eqq.NF4(), eqq.Codebook([-1, -0.5, 0, 0.5, 1]))
+    uniform, levels = np.float32((np.arange(250)[:, None] + 0.5) / 250), []
+    for table, used in map(find_levels, formats):
+        levels.append(np.unique(table[used]))
+    between = [x[:-1] + np.diff(x) * np.linspace(0.03, 0.98, len(x) - 1) for x in levels]
+    values = [np.float32(np.concatenate(pair)) + 0 * uniform for pair in zip(between, levels, strict=True)]
+
+    @jax.jit
+    def move(values, uniform):
+        draw = lambda format, x: move_stochastically(format.encode(x), x, format, jnp.broadcast_to(uniform, x.shape))
+        return [format.decode(draw(format, x)) for format, x in zip(formats, values, strict=True)]
+
+    for x, table, found in zip(values, levels, move([*map(jnp.asarray, values)], uniform), strict=True):
+        gaps = np.concatenate([np.diff(table), 0 * table])
+        assert (np.abs(np.mean(np.asarray(found, np.float64), axis=0) - x[0]) <= 5e-3 * gaps + 1e-6).all()
+        assert (np.abs(found - x) <= gaps + 1e-6).all()
 
 
 @pytest.mark.long

@@ -109,6 +109,7 @@ def test_saved_bytes(getkey):
     block, x = Block(getkey()), weights(getkey(), (24, 32))
     count = lambda f: residual_nbytes(f, x)
     in_float = count(block)
+    assert residual_nbytes(block, jax.ShapeDtypeStruct(x.shape, x.dtype)) == in_float
     assert count(eqq.checkpoint_quantized(block)) < 0.35 * in_float
     assert count(eqq.checkpoint_quantized(block, "int4")) < 0.25 * in_float
     rows = 24 * (32 + 4)  # codes and a scale of each row

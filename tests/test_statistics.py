@@ -9,8 +9,9 @@ import numpy as np
 
 import eqquant as eqq
 from eqquant._methods.choose import choose_by_weights
+from eqquant._methods.given import FixedAmax
 from eqquant._methods.gram import map_layers
-from eqquant._methods.grid import _uniform_by_row
+from eqquant._methods.grid import _uniform_by_row, decode_rows
 from eqquant._methods.statistics import share_inputs, weigh_columns
 from eqquant.calibrate._dataflow import Place
 from eqquant.calibrate._observers import Sums, WeightObserver
@@ -92,6 +93,42 @@ def test_each_block_gets_the_weights_of_its_columns():
     close(tensor, np.full((2, 3, 7, 1), product.sum()))
 
 
+class Weighted(eqq.extend.AbstractScaleMethod):
+    """Scales that are sums of weights."""
+
+    inputs: object = None
+
+    def choose_scales(self, blocks, format):
+        return jnp.zeros(blocks.shape[:-1]), None
+
+    def choose_weighted(self, blocks, weights, format):
+        return jnp.sum(weights, axis=-1), None
+
+
+def test_methods_inside_others_take_their_inputs():
+    """The diagonal of a Gram matrix for scales, the matrix for codes; unless they have inputs of their own."""
+    x, rows = draw((2, 30, 8)) * np.arange(1, 9), jnp.asarray(draw((2, 3, 8)), jnp.float32)
+    gram = jnp.asarray(np.swapaxes(x, 1, 2) @ x, jnp.float32)
+    moments = np.diagonal(gram, axis1=1, axis2=2)
+    weights = (moments / moments.mean(-1, keepdims=True) + 0.01).reshape(2, 1, 2, 4).sum(-1)
+    for method, wanted in ((Weighted(), weights), (Weighted(np.ones((2, 8))), np.full((2, 1, 2), 4.04))):
+        choose = lambda gram, method=method: eqq.GPTQ(gram=gram, method=method)._choose_scales(
+            rows, [gram], eqq.Int4(4), None
+        )
+        scale, _ = jax.jit(choose)(gram)
+        np.testing.assert_allclose(scale, np.broadcast_to(wanted, (2, 3, 2)), rtol=1e-4)
+    start = eqq.LearnedRounding(gram=gram, damping=0.5).method
+    assert isinstance(start, eqq.GPTQ) and start.damping == 0.5 and isinstance(start.method, eqq.MSE)
+    methods = (start, eqq.MSE(), eqq.AbsMax(), eqq.GPTQ(gram=gram), eqq.MSE(moments))
+    assert [method.lacks_inputs() for method in methods] == [True, True, False, False, False]
+
+
+def test_a_known_amax_is_the_scale_of_every_row():
+    rows, format = np.float32(4 * draw((2, 3, 8))), eqq.Int8(None)
+    found = jax.jit(lambda x, amax: decode_rows(FixedAmax(amax).quantize_rows(x, format), format))(rows, jnp.float32(3))
+    np.testing.assert_allclose(found, np.clip(rows, -3, 3), atol=3 / 127 / 2 + 1e-6)
+
+
 def test_each_layer_gets_its_own_matrix():
     """In chunks of rows, transposed; and layers of several axes."""
     grams, rows, other = draw((2, 3, 4, 4)), draw((2, 3, 5, 4)), draw((2, 3, 5, 2))
@@ -167,14 +204,14 @@ def test_weights_correct_earlier_errors():
     x, w = draw((2, 40, 4)), draw((2, 3, 4)).astype(np.float32)
     new = x + 0.3 * draw((2, 40, 4))
     sums, other = Sums(2), Sums(2)
+    observer = make_observer((2,), {(-1,): other, (-2,): sums})
     for part in (np.s_[:25], np.s_[25:]):  # batches of unequal lengths
         for recording, values in ((True, x), (False, new)):
-            sums.recording = recording
-            sums.reference_rows = {} if recording else sums.reference_rows
+            observer.compare(recording)
             values = values[:, part].astype(np.float32)
             moments = {"rows": np.full(2, values.shape[1]), "gram": np.swapaxes(values, 1, 2) @ values}
             sums(np.float32([0, 1]), {**moments, "values": values})
-    means = _compute_means(make_observer((2,), {(-1,): other, (-2,): sums}))
+    means = _compute_means(observer)
     np.testing.assert_allclose(means["gram"], np.swapaxes(new, 1, 2) @ new / 40, rtol=1e-5)
     np.testing.assert_allclose(means["cross"], np.swapaxes(x, 1, 2) @ new / 40, rtol=1e-5)
     for share in (1.0, 0.25):

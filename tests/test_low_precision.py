@@ -310,6 +310,11 @@ def test_wrapped_leaves():
     low = eqq.low_precision_training(model, "fp8")
     assert isinstance(low.head.weight, LowPrecisionArray) and isinstance(low.layers.weight, LowPrecisionArray)
     assert low.head.weight.gradient == eqq.FP8("e5m2") and low.head.weight.format is None
+    tensor = eqq.FP8("e4m3", "tensor")
+    other = eqq.low_precision_training(model, tensor, stochastic=False).head.weight
+    assert (other.forward, other.gradient, other.stochastic) == (tensor, eqq.FP8("e5m2", "tensor"), False)
+    own = eqq.low_precision_training(model, "int8", "int4").head.weight
+    assert (own.forward, own.gradient, own.stochastic, own.amax) == (eqq.Int8(), eqq.Int4(), True, None)
     assert low.table.weight is model.table.weight and low.conv.weight is model.conv.weight
     assert low.layers.bias is model.layers.bias
     text = str(eqq.summary(low))

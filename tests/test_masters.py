@@ -132,11 +132,13 @@ def test_two_steps_by_hand(getkey):
         params = {k: x if k == "bias" else eqq.quantize(x, "int4", method=Halved()) for k, x in floats.items()}
         optim = eqq.float_masters(inner, masters=floats, dtype=dtype, key=key, method=Halved())
         state, codes = optim.init(params), []
+        keys = [state.key_data]
         for g in grads:
             updates, state = optim.update({k: jnp.asarray(g[0] if k == "bias" else g) for k in params}, state, params)
             params = eqq.apply_updates(params, updates)
             codes += [eqq.unpack(x) for k, x in params.items() if k != "bias"]
-        return params, state.masters, jnp.stack(codes)
+            keys.append(state.key_data)
+        return params, state.masters, jnp.stack(codes), keys
 
     @jax.jit
     def run(floats):
@@ -144,7 +146,7 @@ def test_two_steps_by_hand(getkey):
         wanted = eqq.quantize(nearest[1]["a"], "int4", method=Halved())
         return nearest, wanted, train(floats, jnp.float16, jr.key(0))
 
-    (params, masters, codes), wanted, (_, half, random) = run(floats)
+    (params, masters, codes, _), wanted, (_, half, random, keys) = run(floats)
     trace, expected = np.zeros_like(w, np.float64), w.astype(np.float64)
     for g in grads:
         trace = g + 0.9 * trace
@@ -155,6 +157,7 @@ def test_two_steps_by_hand(getkey):
     for name in "ab":
         assert half[name].dtype == jnp.float16
         np.testing.assert_allclose(half[name], expected, rtol=1e-2, atol=1e-2)
+    assert len(np.unique(keys, axis=0)) == 3
     # What is alike, and each step, has other random numbers; and a value is off by less than one code.
     random = np.asarray(eqq.Int4().decode(random)).reshape(2, 2, 4, 64)
     up = random - np.asarray(eqq.Int4().decode(codes))[:, None]

@@ -313,6 +313,8 @@ def test_gradients_of_learned_scales(getkey):
     simulated = eqq.quantize_tree({"w": w}, eqq.Int4(32), simulate=True, learn_scales=True)["w"]
     simulated = eqx.tree_at(lambda s: s.log_factor, simulated, simulated.log_factor - 0.5)  # so that some values clip
     quantizing = eqq.arrays.ActivationQuantizedArray(simulated, eqq.Int8(symmetric=False), 0.01, 100, learn_scale=True)
+    larger = eqx.tree_at(lambda q: q.log_factor, quantizing, jnp.log(jnp.float32(1.25)))
+    np.testing.assert_allclose(larger.with_fixed_scale().scale, 0.0125, rtol=1e-6)
     f = lambda pair: jnp.sum(pair[1] @ pair[0].T * dy)
     w_grad, x_grad = eqx.filter_jit(eqx.filter_grad(f))((quantizing, x))
 

@@ -208,9 +208,9 @@ def test_weights_correct_earlier_errors():
     for part in (np.s_[:25], np.s_[25:]):  # batches of unequal lengths
         for recording, values in ((True, x), (False, new)):
             observer.compare(recording)
-            values = values[:, part].astype(np.float32)
-            moments = {"rows": np.full(2, values.shape[1]), "gram": np.swapaxes(values, 1, 2) @ values}
-            sums(np.float32([0, 1]), {**moments, "values": values})
+            for use in np.split(values[:, part].astype(np.float32), [10], axis=1):  # a weight that is used twice
+                moments = {"rows": np.full(2, use.shape[1]), "gram": np.swapaxes(use, 1, 2) @ use}
+                sums(np.float32([0, 1]), {**moments, "values": use})
     means = _compute_means(observer)
     np.testing.assert_allclose(means["gram"], np.swapaxes(new, 1, 2) @ new / 40, rtol=1e-5)
     np.testing.assert_allclose(means["cross"], np.swapaxes(x, 1, 2) @ new / 40, rtol=1e-5)
@@ -228,12 +228,12 @@ def test_weights_correct_earlier_errors():
 
 def test_order_of_stages():
     """A loop runs at the level of its first product, layer by layer; other weights of a level go together."""
-    places = {5: Place(0, None), 2: Place(3, 7), 3: Place(2, 7), 4: Place(3, 7), 0: Place(5, None), 1: Place(0, None)}
-    places |= {6: Place(5, 7)}  # one matrix for all turns of the loop
+    places = {5: Place(0, None), 2: Place(3, 7), 3: Place(2, 7), 4: Place(3, 7), 0: Place(5, None), 1: Place(3, None)}
+    places |= {6: Place(5, 7), 8: Place(0, None)}  # one matrix for all turns of the loop
     observers = {n: make_observer((2,) if n in (2, 3, 4) else (), {(-1,): Sums(2)}) for n in places}
     stages = [(*stage.indices, stage.layer) for stage in _order_stages(places, observers)]
     loop = [(3, 0), (2, 4, 0), (3, 1), (2, 4, 1)]
-    assert stages == [(5, 1, None), *loop, (0, 6, None)]
+    assert stages == [(5, 8, None), *loop, (1, None), (0, 6, None)]
 
 
 def test_statistics_of_one_layer():

@@ -370,7 +370,8 @@ def choose_mutants(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("build", type=Path, help="a folder for the copy and for compiled programs")
-    parser.add_argument("parts", nargs="*", default=["_numerics", "_matmul", "_formats"], help="of the paths of files")
+    rooms = ["_numerics", "_matmul", "_formats", "_methods", "calibrate", "_training", "analysis"]
+    parser.add_argument("parts", nargs="*", default=rooms, help="of the paths of files")
     parser.add_argument("--sample", type=int, default=40, help="how many mutants of each file run; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
     help = "that the tests of a mutant take without it; the quickest of them run"

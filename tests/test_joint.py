@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._methods.joint import _Groups
+from eqquant._methods.joint import _choose_offsets, _Groups
 
 
 JOINT = eqq.JointMSE()
@@ -149,11 +149,12 @@ def test_groups_by_least_squares():
         levels, _, _ = groups.levels(parts)
         moved = groups.move_codes(parts)
         fitted = groups.fit_floats(parts)
-        return levels, groups.errors(parts), groups.errors(moved), moved, fitted, groups.clear_worse(parts)
+        single = _choose_offsets(x[0], weights[0], eqq.formats.Q4_1())
+        return levels, groups.errors(parts), groups.errors(moved), moved, fitted, groups.clear_worse(parts), single
 
     arguments = (x, weights, codes[0], outer[0], codes[1], outer[1])
     arguments = (jnp.asarray(a, a.dtype if a.dtype == np.uint8 else jnp.float32) for a in arguments)
-    levels, errors, after, moved, both, cleared = compute(*arguments)
+    levels, errors, after, moved, both, cleared, single = compute(*arguments)
     levels = np.asarray(levels, np.float64)
     scale, offset = (values(c) * o[..., None] for c, o in zip(codes, outer, strict=True))
     nearest = np.clip(np.round((x - offset[..., None]) / scale[..., None]), 0, 15)
@@ -176,3 +177,10 @@ def test_groups_by_least_squares():
     assert 0 < worse.mean() < 1
     for (c, _), old in zip(cleared, codes, strict=True):
         np.testing.assert_array_equal(c, np.where(worse, nested.encode(jnp.zeros(())), old))
+    # Of blocks alone: no scales and offsets have a much smaller error for their levels.
+    scale, offset = (np.asarray(x, np.float64)[..., None] for x in single)
+    level = np.clip(np.round((x[0] - offset) / scale), 0, 15)
+    columns = np.stack([level, np.ones_like(level)], -1) * np.sqrt(weights[0])[..., None]
+    y = x[0] * np.sqrt(weights[0])
+    best = sum(np.linalg.lstsq(columns[index], y[index], rcond=None)[1][0] for index in np.ndindex(2, 8))
+    assert np.sum(weights[0] * (x[0] - level * scale - offset) ** 2) <= 1.03 * best

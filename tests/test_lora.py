@@ -112,6 +112,7 @@ def test_convolution_has_all_its_inputs_as_one(getkey):
         and conv.weight.b.shape == (8, 2)
         and conv.weight.delta().shape == (8, 3, 5, 5)
     )
+    assert 0.9 < 75**0.5 * float(jnp.max(jnp.abs(conv.weight.a))) <= 1
 
 
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1)])

@@ -15,7 +15,7 @@ from jaxtyping import TypeCheckError
 
 import eqquant as eqq
 from eqquant._formats.base import AbstractVectorFormat, find_levels
-from eqquant._methods.hqq import _shrink
+from eqquant._methods.hqq import _half_quadratic, _shrink
 from eqquant._methods.search import fit, Search, search_least_squares
 from eqquant._methods.stochastic import move_stochastically
 
@@ -154,9 +154,13 @@ def test_steps_of_a_search_by_their_formulas():
         zeros = [Search(values, one, affine, w)._zero_point(values) for w in (None, weights)]
         powers = Search(units, 3 * one, eqq.MXFP4()).round_factor(jnp.asarray([0.3, 1, 2.7]))
         best = search_least_squares(Search(values, one, eqq.Int4(8), weights))
-        return fit(units, -levels, 7 * one), fitted, _shrink(units, jnp.float32(2.5)), zeros, powers, best
+        search, start = Search(values, one, eqq.Int4(8)), jnp.asarray([1.2, 0.9, 0.8])
+        robust = lambda factor: jnp.sum(jnp.abs(search.errors(factor)) ** 0.7, axis=-1)
+        split = _half_quadratic(search, start, robust, (start, robust(start)))
+        shrunk = _shrink(units, jnp.float32(2.5))
+        return fit(units, -levels, 7 * one), fitted, shrunk, zeros, powers, best, split
 
-    kept, fitted, shrunk, zeros, powers, best = compute(*map(jnp.asarray, (units, levels, weights, values)))
+    kept, fitted, shrunk, zeros, powers, best, split = compute(*map(jnp.asarray, (units, levels, weights, values)))
     u, l = units.astype(np.float64), levels.astype(np.float64)
     for found, w in zip(fitted, (1, weights), strict=True):
         np.testing.assert_allclose(found, np.sum(w * u * l, -1) / np.sum(w * l * l, -1), rtol=1e-5)
@@ -170,6 +174,18 @@ def test_steps_of_a_search_by_their_formulas():
     error = lambda s: np.sum(weights * (values - np.clip(np.round(values / s), -8, 7) * s) ** 2, -1)
     least = np.min([error(s) for s in np.linspace(0.1, 4, 4000)], axis=0)
     assert (error(np.asarray(best, np.float64)[:, None]) <= 1.05 * least).all()
+    factor, v, beta = np.array([[1.2], [0.9], [0.8]]), values.astype(np.float64), 10.0
+    size, found, least = np.abs(v).mean(-1, keepdims=True), factor, np.inf
+    for _ in range(21):
+        chosen = np.clip(np.round(v / factor), -8, 7)
+        errors = v - chosen * factor
+        now = np.sum(np.abs(errors) ** 0.7, -1, keepdims=True)
+        found, least = np.where(now < least, factor, found), np.minimum(now, least)
+        small = np.maximum(np.abs(errors) / size, 1e-30)
+        outliers = size * np.sign(errors) * np.maximum(small - small**-0.3 / beta, 0)
+        factor = np.sum(chosen * (v - outliers), -1, keepdims=True) / np.sum(chosen**2, -1, keepdims=True)
+        beta *= 1.01
+    np.testing.assert_allclose(split, found[:, 0], rtol=1e-4)
     scales = np.log2(3 * np.asarray(powers, np.float64))
     np.testing.assert_allclose(scales, np.round(scales), atol=1e-6)
     assert (np.abs(scales - np.log2([0.9, 3, 8.1])) <= 1).all()

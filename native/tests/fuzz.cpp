@@ -23,6 +23,7 @@
 #include "codecs.h"
 #include "core/matmul.h"
 #include "encode/encode.h"
+#include "poison.h"
 
 namespace {
 

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "poison.h"
+
 namespace {
 
 constexpr int kMostMessages = 3;  // of one test on one instruction set

@@ -20,17 +20,17 @@ struct IntegerRow {
   using I = __m512i;
   using F = __m512;
   static constexpr int64_t kRowsOfUnit = 16;
-  static constexpr int64_t kLeast = 256;     // the sums of shorter rows have few roundings anyway
-  static constexpr int64_t kLongSpan = 4;    // planes of a span, unless it has one
-  static constexpr float kRange = 0x1p64f;   // the amax of a span is at most this, and at least its reciprocal
-  static constexpr int64_t kMostPlanes = 8;  // of a segment
+  static constexpr int64_t kLeast = 256;    // the sums of shorter rows have few roundings anyway
+  static constexpr int64_t kLongSpan = 4;   // planes of a span, unless it has one
+  static constexpr float kRange = 0x1p64f;  // the amax of a span is at most this, and at least its reciprocal
+  static constexpr int kMostSlices = 4;
 
   // Where the parts of packed x of a batch are: the scales of spans, the sums of blocks, and slices of planes.
   struct Detail {
     int64_t planes, span, spans;
     int64_t sums, slices, batch_bytes;
-    int32_t zero;   // the code that stands for zero: products are of codes less this
-    float further;  // what it stands for, times a scale, is added to the offset
+    int32_t zero;  // the code that stands for zero: products are of codes less this
+    float middle;  // the value of that code, which is added to the offset, times the scale
   };
 
   // The header of packed x.
@@ -85,7 +85,7 @@ struct IntegerRow {
     d.slices = d.sums + (p.offset != nullptr ? round_up(4 * p.blocks, 64) : 0);
     d.batch_bytes = d.slices + d.planes * kMostSlices * 2 * 64;
     d.zero = p.offset != nullptr ? 1 << (p.bits - 1) : -static_cast<int32_t>(p.table[0]);
-    d.further = p.table[0] + static_cast<float>(d.zero);
+    d.middle = p.table[0] + static_cast<float>(d.zero);
     set_detail(d, plan);
     plan->shared_bytes = p.batch * d.batch_bytes;
     // Scales of spans, offsets, scales of blocks, room for scales of scales, and integer scales.
@@ -97,8 +97,6 @@ struct IntegerRow {
   //
   // x
   //
-
-  static constexpr int kMostSlices = 4;
 
   // Numbers of a span as `kX` slices: of each plane the bytes of a slice, and the sums of each four of them, times the
   // code that is subtracted. Returns whether so many slices are enough.
@@ -175,13 +173,13 @@ struct IntegerRow {
   // The memory of a thread: what a row is multiplied by.
   struct Scales {
     float *of_spans, *offsets, *of_blocks, *room;
-    int16_t *integers, *further;  // scales and offsets that are codes
+    int16_t *scale_integers, *offset_integers;  // scales and offsets that are codes
 
     Scales(const Problem& p, const Detail& d, void* own)
         : of_spans(static_cast<float*>(own)), offsets(of_spans + scale_room(p, d)),
           of_blocks(offsets + scale_room(p, d)), room(of_blocks + scale_room(p, d)),
-          integers(reinterpret_cast<int16_t*>(room + round_up(p.scale_blocks, 16) + 16)),
-          further(integers + integer_room(d)) {}
+          scale_integers(reinterpret_cast<int16_t*>(room + round_up(p.scale_blocks, 16) + 16)),
+          offset_integers(scale_integers + integer_room(d)) {}
 
     // Of a row: a scale for each span, and integer scales.
     void fetch(const Problem& p, const Detail& d, int64_t row) const {
@@ -192,10 +190,18 @@ struct IntegerRow {
           for (int64_t i = 0; i < repeated && span < d.spans; ++i) of_spans[span++] = of_blocks[block];
         return;
       }
+      decode_nested(p, p.scale, p.row_scale, row, of_spans);
+      unpack_integers(p, d, p.scale_codes, row, scale_integers);
+    }
+
+    // Scales of scales of a row, one for each span, and a zero, as padding.
+    static void decode_nested(const Problem& p, const void* scale, const float* row_scale, int64_t row, float* out) {
       Problem q = p;
       q.blocks = p.scale_blocks;
-      EQQUANT_ISA::decode_scales(&q, row, 0, p.scale_blocks, of_spans);
-      unpack_integers(p, d, p.scale_codes, row, integers);
+      q.scale = scale;
+      q.row_scale = row_scale;
+      EQQUANT_ISA::decode_scales(&q, row, 0, p.scale_blocks, out);
+      out[p.scale_blocks] = 0;
     }
 
     // Scales or offsets that are codes, as the integers that they stand for.
@@ -215,17 +221,13 @@ struct IntegerRow {
     float multiply_offsets(const Problem& p, const Detail& d, int64_t row, const float* sums) const {
       if (p.scale_codes == nullptr) {
         scales_of_rows(&p, true, true, row, 1, 0, p.blocks, offsets, room);
-        add_multiple(of_blocks, p.blocks, d.further, offsets);
+        add_multiple(of_blocks, p.blocks, d.middle, offsets);
         float result;
         multiply_sums<1>(&offsets, sums, p.blocks, &result);
         return result;
       }
-      Problem q = p;
-      q.blocks = p.scale_blocks;
-      q.scale = p.offset;
-      q.row_scale = nullptr;
-      EQQUANT_ISA::decode_scales(&q, row, 0, p.scale_blocks, of_blocks);
-      unpack_integers(p, d, p.offset_codes, row, further);
+      decode_nested(p, p.offset, nullptr, row, of_blocks);
+      unpack_integers(p, d, p.offset_codes, row, offset_integers);
       const int64_t in_span = kLongSpan * kPlane / p.block_size, step = 16 / in_span;  // spans of sixteen blocks
       const I places =
           in_span == 16 ? _mm512_setzero_si512() : _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
@@ -236,9 +238,9 @@ struct IntegerRow {
       for (int64_t block = 0, span = 0; block < p.blocks; block += 16, span += step) {
         const F scale = _mm512_permutexvar_ps(places, _mm512_loadu_ps(of_spans + span)),
                 of_offset = _mm512_permutexvar_ps(places, _mm512_loadu_ps(of_blocks + span));
-        const F some = _mm512_mul_ps(load(integers + block), _mm512_mul_ps(scale, _mm512_set1_ps(d.further)));
-        sum = _mm512_fmadd_ps(_mm512_fmadd_ps(load(further + block), of_offset, some), _mm512_loadu_ps(sums + block),
-                              sum);
+        const F some = _mm512_mul_ps(load(scale_integers + block), _mm512_mul_ps(scale, _mm512_set1_ps(d.middle)));
+        sum = _mm512_fmadd_ps(_mm512_fmadd_ps(load(offset_integers + block), of_offset, some),
+                              _mm512_loadu_ps(sums + block), sum);
       }
       return _mm512_reduce_add_ps(sum);
     }
@@ -291,15 +293,15 @@ struct IntegerRow {
     constexpr int64_t kInSegment = 8 / (kBits & -kBits), kSize = kInSegment * 8 * kBits;
     constexpr int64_t kChunk = kInSegment > kSpan ? kInSegment : kSpan;
     const Scales scales(p, d, own);
-    const uint8_t *const limit = p.codes + rows_of(p) * p.words, *const slices =
-                                                                     reinterpret_cast<const uint8_t*>(packed) +
-                                                                     d.slices;
+    const uint8_t* const limit = p.codes + rows_of(p) * p.words;
+    const uint8_t* const slices = reinterpret_cast<const uint8_t*>(packed) + d.slices;
+    const float* const sums = reinterpret_cast<const float*>(reinterpret_cast<const char*>(packed) + d.sums);
     I places[kLongSpan];
     for (int64_t i = 0; i < kLongSpan; ++i) places[i] = places_of(i, kPerPlane);
     for (int64_t r = 0; r < count; ++r) {
       scales.fetch(p, d, row + r);
       const uint8_t *bytes = p.codes + (row + r) * p.words, *x = slices;
-      const int16_t* integers = scales.integers;
+      const int16_t* integers = scales.scale_integers;
       const float *scale = scales.of_spans, *of_x = span_scales(packed);
       Sums<kX> a;
       a.total = _mm512_setzero_ps();
@@ -337,9 +339,7 @@ struct IntegerRow {
         }
       }
       out[r] = _mm512_reduce_add_ps(a.total);
-      if (p.offset != nullptr)
-        out[r] += scales.multiply_offsets(
-            p, d, row + r, reinterpret_cast<const float*>(reinterpret_cast<const char*>(packed) + d.sums));
+      if (p.offset != nullptr) out[r] += scales.multiply_offsets(p, d, row + r, sums);
     }
   }
 

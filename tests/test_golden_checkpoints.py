@@ -5,6 +5,7 @@
 
 from pathlib import Path
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ def test_the_same_bits(folder, name):
     assert {row.name for row in checkpoint.rows} == set(np.load(folder / "expected.npz").files)
     expected, q = np.load(folder / "expected.npz")[name], checkpoint[name]
     assert (eqq.is_quantized(q) or isinstance(q, PermutedArray)) and q.shape == expected.shape
+    # What is known of it without reading it.
+    assert eqx.tree_equal(eqx.filter_eval_shape(lambda: q), checkpoint.items_by_name[name].struct)
     if folder.name == "llm_int8":  # bitsandbytes multiplies by the float32 reciprocal of 127
         np.testing.assert_allclose(q.astype(jnp.float32).dequantize(), expected, rtol=3e-7)
     else:

@@ -384,7 +384,18 @@ def test_nvfp4_of_compressed_tensors(tmp_path):
     w = weights(jr.key(0), (8, 64))
     q = eqq.quantize(w, "nvfp4")
     eqq.io.write(tmp_path / "out", {"l.weight": q.astype(jnp.bfloat16)}, "compressed-tensors")
-    again = eqq.io.open(tmp_path / "out")["l.weight"]
+    checkpoint = eqq.io.open(tmp_path / "out")
+    again = checkpoint["l.weight"]
+    (group,) = checkpoint.config["quantization_config"]["config_groups"].values()
+    assert group["weights"] == {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "scale_dtype": "torch.float8_e4m3fn",
+    }
     np.testing.assert_array_equal(again.codes, q.codes)
     np.testing.assert_array_equal(again.scale_bits.codes, q.scale_bits.codes)
     np.testing.assert_allclose(again.astype("float32").dequantize(), q.dequantize(), rtol=3e-7)

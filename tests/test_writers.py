@@ -18,6 +18,7 @@ import pytest
 
 import eqquant as eqq
 from eqquant.io._write import WRITERS
+from eqquant.io._writers import _layout
 
 from .helpers import weights
 
@@ -139,6 +140,10 @@ def test_scales_of_128_by_128_values(tmp_path):
     assert checkpoint.rows[0].nbytes == 300 * 384 + 9 * 4
     assert checkpoint.config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] == "block"
     assert_same(checkpoint["l.weight"], q)
+    # One row with a scale of its own.
+    q = eqx.tree_at(lambda q: q.scale_bits, q, q.scale_bits.at[5, 1].add(1))
+    (tmp_path / "rows").mkdir()
+    assert_same(write(tmp_path / "rows", {"l.weight": q}, "compressed-tensors")["l.weight"], q)
 
 
 def test_scales_that_the_dtype_of_the_weight_cannot_hold(tmp_path):
@@ -291,12 +296,13 @@ def settings_of(checkpoint, name):
     return {key: value for key, value in (about | own).items() if not isinstance(value, dict)}
 
 
-def test_checkpoints_of_libraries_are_written_again_as_they_were(tmp_path):
+def test_checkpoints_of_libraries_are_written_again_as_they_were(tmp_path, monkeypatch):
     """The tensors that the library itself wrote, byte by byte, and its words in `config.json`."""
+    monkeypatch.setattr(_layout, "_CHUNK", 1)  # so that rows are written one by one
     for folder, names in (
         ("mlx", ".*"),
         *(("compressed_tensors", "int4_group_asym|i8_channel_asym|f8_tensor"), ("mxfp4", ".*")),
-        *(("gptq_v2", "int3_act_order"), ("bitsandbytes", "nf4_[56]"), ("llm_int8", ".*")),
+        *(("gptq_v2", "int4"), ("bitsandbytes", "nf4_[56]"), ("llm_int8", ".*")),
     ):
         golden = eqq.io.open(GOLDEN / "checkpoints" / folder)
         (tmp_path / folder).mkdir()
@@ -312,7 +318,9 @@ def test_checkpoints_of_libraries_are_written_again_as_they_were(tmp_path):
                 else:
                     assert old.bytes().tobytes() == new.bytes().tobytes(), old.name
             old, new = settings_of(golden, name), settings_of(checkpoint, name)
-            assert not old.keys() - new.keys() - {"meta"} and {k: new[k] for k in old if k in new} == old
+            assert {key: new.get(key) for key in old.keys() - {"meta"}} == {k: old[k] for k in old.keys() - {"meta"}}
+            if isinstance(size := checkpoint[name].format.block_size, int) and golden.dialect != "bitsandbytes":
+                assert new["group_size"] == size
 
 
 def test_the_pairs_of_gguf(tmp_path):
@@ -403,7 +411,15 @@ def test_contents_of_config_json(tmp_path):
     assert [g["format"] for g in groups.values()] == ["pack-quantized", "int-quantized"]
     nf4 = {"a.weight": eqq.quantize(w, "nf4"), "lm_head.weight": w}
     written = write(tmp_path, nf4, "bitsandbytes").config["quantization_config"]
-    assert written["load_in_4bit"] and written["llm_int8_skip_modules"] == ["lm_head"]
+    assert written == {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "llm_int8_skip_modules": ["lm_head"],
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_quant_storage": "uint8",
+    }
 
 
 @pytest.mark.parametrize("dialect, a, b", [("gptq", "int4", "int8"), ("bitsandbytes", "nf4", "int8")])
@@ -416,34 +432,31 @@ def test_a_model_of_two_kinds(tmp_path, dialect, a, b):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "dialect, format, shape, kwargs",
-    [
-        ("gguf", "nf4", (4, 64), {}),
-        ("gguf", "q4_0", (4, 33), {}),
-        ("gguf", "q4_0", (32, 64), {"axis": -2}),
-        sweep("bitsandbytes", "int4", (4, 64), {}),
-        ("bitsandbytes", "nf4", (4, 65), {}),
-        ("bitsandbytes", "nf4", (64, 64), {"axis": 0}),
-        ("bitsandbytes", eqq.NF4(None), (4, 64), {}),
-        sweep("bitsandbytes", eqq.NF4(48), (4, 48), {}),
-        sweep("bitsandbytes", eqq.Codebook([-1, 0, 1, *range(2, 12)]), (4, 64), {}),
-        sweep("bitsandbytes", "int8", (2, 3, 64), {}),
-        ("compressed-tensors", "nf4", (4, 64), {}),
-        sweep("compressed-tensors", "int4", (4, 65), {}),
-        sweep("compressed-tensors", "int4", (2, 4, 64), {}),
-        ("compressed-tensors", eqq.FP8("e5m2"), (4, 64), {}),
-        ("gptq", "nf4", (32, 64), {}),
-        sweep("gptq", "int4", (31, 64), {}),
-        ("gptq", eqq.Int4(None), (32, 63), {}),
-    ],
-)
-def test_an_array_that_does_not_fit(tmp_path, dialect, format, shape, kwargs):
-    q = eqq.quantize(weight(*shape), format, **kwargs)
-    with pytest.raises(
-        ValueError, match=r"'l.weight' must be an array that the file can hold exactly: .* Got float32\["
-    ):
-        write(tmp_path, {"l.weight": q}, dialect)
+REFUSED = [
+    *(("gguf", "nf4", (4, 64), -1), ("gguf", "q4_0", (4, 33), -1), ("gguf", "q4_0", (32, 64), -2)),
+    *(("gguf", "q4_k", (4, 128), -1), ("gguf", eqq.NVFP4(), (4, 32), -1)),
+    *(("bitsandbytes", "int4", (4, 64), -1), ("bitsandbytes", "nf4", (4, 65), -1), ("bitsandbytes", "nf4", (64, 64), 0)),
+    *(("bitsandbytes", eqq.NF4(None), (4, 64), -1), ("bitsandbytes", eqq.NF4(48), (4, 48), -1)),
+    ("bitsandbytes", eqq.Codebook([-1, 0, 1, *range(2, 12)]), (4, 64), -1),
+    *(("bitsandbytes", "int8", (2, 3, 64), -1), ("bitsandbytes", "int8", (4, 64), -2)),
+    *(("compressed-tensors", "nf4", (4, 64), -1), ("compressed-tensors", "int4", (4, 65), -1)),
+    *(("compressed-tensors", "int4", (2, 4, 64), -1), ("compressed-tensors", "int4", (64, 64), -2)),
+    *(("compressed-tensors", eqq.FP8("e5m2"), (4, 64), -1), ("compressed-tensors", "mxfp4", (4, 80), -1)),
+    *(("gptq", "nf4", (32, 64), -1), ("gptq", "int4", (31, 64), -1), ("gptq", eqq.Int4(None), (32, 63), -1)),
+    *(("gptq", eqq.Int4(48), (32, 64), -1), ("gptq", "int4", (2, 32, 64), -1), ("gptq", "int4", (64, 64), -2)),
+    *(("mlx", "int4", (4, 64), -1), ("mlx", eqq.formats.MLX(4, 16), (4, 64), -1), ("mlx", "mxfp4", (4, 80), -1)),
+    *(("mlx", "mxfp4", (64, 64), -2), ("mlx", eqq.MXFP8("e5m2"), (4, 64), -1)),
+]
+
+
+def test_an_array_that_does_not_fit(tmp_path):
+    for dialect, format, shape, axis in REFUSED:
+        q = eqx.filter_eval_shape(eqq.quantize, jax.ShapeDtypeStruct(shape, jnp.float32), format, axis=axis)
+        along = f".*, along axis {q.axis}" * (q.axis != -1)
+        with pytest.raises(ValueError, match=rf"'l.weight' must .* exactly: .* Got float32\[.*\){along}\. Quantize"):
+            WRITERS[dialect].layout("l.weight", q)
+    with pytest.raises(ValueError, match="'l.weight' must be an array that the file can hold exactly"):
+        write(tmp_path, {"l.weight": eqq.quantize(weight(32, 63), eqq.Int4(None))}, "gptq")
     assert not list(tmp_path.iterdir())
 
 

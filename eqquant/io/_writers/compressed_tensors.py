@@ -92,7 +92,7 @@ def _small_floats(name: str, q: QuantizedArray) -> WrittenArray:
     outer = np.unique(np.asarray(inner.scale))
     with np.errstate(divide="ignore", over="ignore"):
         whole = np.float32(1) / outer
-    if len(outer) != 1 or not np.isfinite(whole).all() or whole[0] == 0:
+    if len(outer) != 1 or not np.isfinite(whole).all():
         refuse(name, q, "its scales must share one scale for the tensor, which must have a reciprocal")
     weights |= {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
     shape = (q.shape[0], q.shape[1] // 16)

@@ -141,6 +141,22 @@ def test_gguf():
     assert checkpoint["blk.IQ2_XXS.weight"].format == eqq.formats.IQ2_XXS()
 
 
+def test_scales_of_nvfp4_in_gguf(tmp_path):
+    """ggml ignores the sign of a scale, and reads NaN as zero."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes((GOLDEN / "model.gguf").read_bytes())
+    checkpoint = eqq.io.open(path)
+    expected = np.asarray(eqq.dequantize(checkpoint["blk.NVFP4.weight"])).reshape(-1)
+    (t,) = checkpoint.items_by_name["blk.NVFP4.weight"].tensors
+    with path.open("r+b") as f:
+        f.seek(t.start)
+        scales = f.read(4)
+        f.seek(t.start)
+        f.write(bytes([127, scales[1] | 128, 255, scales[3]]))
+    w = np.asarray(eqq.dequantize(eqq.io.open(path)["blk.NVFP4.weight"])).reshape(-1)
+    np.testing.assert_array_equal(w, expected * np.where(np.isin(np.arange(len(w)) // 16, [0, 2]), 0, 1))
+
+
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0"])
 def test_quantizing_reproduces_the_gguf_file(name):
     checkpoint = eqq.io.open(GOLDEN / "model.gguf")
@@ -220,7 +236,7 @@ FP4 = np.array([0, 0.0052083, 0.6667, 1, 0.3333, 0.5, 0.1667, 0.25], np.float32)
 FP4 = np.concatenate([FP4, -FP4])
 
 
-@pytest.mark.parametrize("shape", [(3, 96), (5, 7), (1, 63), (4, 128), (2, 2, 64)])
+@pytest.mark.parametrize("shape", [(3, 96), (5, 7), (1, 63), (4, 128), (2, 3, 64)])
 def test_bitsandbytes_blocks_over_the_ends_of_rows_and_fp4(tmp_path, shape):
     path = tmp_path / "model.safetensors"
     expected = small_bnb(path, shape, 64, FP4)
@@ -236,7 +252,7 @@ def test_bitsandbytes_int8_rows(tmp_path):
     w, scb = rng.integers(-127, 128, (4, 48)).astype(np.int8), rng.random(4).astype(np.float32)
     save_file({"l.weight": w, "l.SCB": scb, "l.weight_format": np.array(0, np.uint8)}, path)
     checkpoint = eqq.io.open(path)
-    assert list(checkpoint) == ["l.weight"]
+    assert list(checkpoint) == ["l.weight"] and checkpoint["l.weight"].dtype == np.float16
     np.testing.assert_allclose(
         checkpoint["l.weight"].astype(jnp.float32).dequantize(), w * scb[:, None] / 127, rtol=3e-7
     )
@@ -302,6 +318,12 @@ def test_a_block_of_nested_scales_costs_no_memory(tmp_path, blocksize):
     state(nested_blocksize=blocksize, nested_offset=0)(tensors)
     save_file(tensors, path)
     np.testing.assert_array_equal(eqq.io.open(path)["w"].dequantize(), expected)
+    # Five scales share an outer one, and the other three.
+    other("nested_absmax", np.array([1, 2], np.float32))(tensors)
+    state(nested_blocksize=5, nested_offset=0)(tensors)
+    save_file(tensors, path)
+    w = np.asarray(eqq.io.open(path)["w"])
+    np.testing.assert_array_equal(w.reshape(8, 64), expected.reshape(8, 64) * np.where(np.arange(8) < 5, 1, 2)[:, None])
     for offset in (10**400, True, "0"):
         state(nested_offset=offset)(tensors)
         save_file(tensors, path)
@@ -408,7 +430,8 @@ def test_awq(tmp_path, monkeypatch, shape):
     s = rng.random((groups, shape[1])).astype(np.float16)
     columns = np.array([0, 2, 4, 6, 1, 3, 5, 7])
     pack = lambda x: pack_words(x.reshape(len(x), -1, 8)[..., columns].reshape(x.shape), 4)
-    checkpoint = write(tmp_path, {"l.qweight": pack(q), "l.qzeros": pack(z), "l.scales": s}, quant_method="awq")
+    tensors = {"l.qweight": pack(q), "l.qzeros": pack(z), "l.scales": s}
+    checkpoint = write(tmp_path, tensors, quant_method="awq", sym=True)  # which is a word of GPTQ
     group = np.arange(shape[0]) // 32
     assert_bits(checkpoint["l.weight"].dequantize(), (s[group] * (q - z[group]).astype(np.float16)).T)
 
@@ -568,6 +591,8 @@ def test_gptq_of_three_bits_by_gptqmodel(tmp_path):
         write(tmp_path, tensors, **settings)["l.weight"]
     w = write(tmp_path, tensors, **settings, meta={"quantizer": ["gptqmodel:5.0"]})["l.weight"]
     np.testing.assert_array_equal(np.asarray(w), -4)
+    with pytest.raises(ValueError, match="zero points other than the middle"):  # since version 7 in order
+        write(tmp_path, tensors, **settings, meta={"quantizer": ["gptqmodel:7.0"]})["l.weight"]
 
 
 # Act-order
@@ -663,6 +688,9 @@ def test_act_order_of_compressed_tensors(tmp_path):
     assert eqx.tree_equal(eqx.filter_eval_shape(lambda: w), checkpoint.items_by_name["l.weight"].struct)
     assert_bits(w.dequantize(), ((q - 8) * s[:, group]).astype(np.float32))
     assert eqq.is_quantized(write(tmp_path, {**tensors, "l.weight_g_idx": np.full(48, -1, np.int32)})["l.weight"])
+    group[5] = -1
+    with pytest.raises(ValueError, match="'l.weight_g_idx': It must give each of 3 groups 16 inputs"):
+        write(tmp_path, {**tensors, "l.weight_g_idx": group})["l.weight"]
 
 
 # torchao, and NVFP4 and MXFP8 of others
@@ -705,6 +733,13 @@ def test_torchao_integers_and_floats(tmp_path):
     w = write_torchao(path, "l.weight", "Int8Tensor", {"qdata": ("I8", q), "scale": ("F32", s)}, dtype=TORCH_FLOAT)
     assert w.format == eqq.Int8()
     assert_bits(w.dequantize(), q * s)
+    # The dtype of the weight is not the one of its scales, and zero points lie in each row.
+    z, half = rng.integers(-9, 9, (6, 1)).astype(np.int8), {"_type": "torch.dtype", "_data": "bfloat16"}
+    parts = {"qdata": ("I8", q), "scale": ("F32", s), "zero_point": ("I8", z)}
+    for kind in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):  # eight bits, if it does not say how many
+        w = write_torchao(path, "l.weight", kind, parts, dtype=half)
+        assert w.format == eqq.Int8(symmetric=False) and w.dtype == jnp.bfloat16
+        assert_bits(w.astype(jnp.float32).dequantize(), ((q.astype(np.int32) - z) * s).astype(np.float32))
     f = np.asarray(jnp.asarray(rng.standard_normal((6, 64))).astype(jnp.float8_e4m3fn))
     w = write_torchao(path, "l.weight", "Float8Tensor", {"qdata": ("F8_E4M3", f), "scale": ("F32", s)})
     assert_bits(w.dequantize(), f.astype(np.float32) * s)
@@ -759,6 +794,9 @@ def test_torchao_microscaling(tmp_path, blocked):
     w = write_torchao(path, "l.weight", "NVFP4Tensor", parts, _orig_dtype=TORCH_FLOAT, _is_swizzled_scales=blocked)
     assert w.format == eqq.NVFP4()
     assert_bits(w.dequantize(), LEVELS[q] * spread(inner.astype(np.float32) * outer, 16))
+    del parts["_per_tensor_scale"]
+    w = write_torchao(path, "l.weight", "NVFP4Tensor", parts, _orig_dtype=TORCH_FLOAT, _is_swizzled_scales=blocked)
+    assert_bits(w.dequantize(), LEVELS[q] * spread(inner.astype(np.float32), 16))
 
 
 def test_nvfp4_and_mxfp8_of_compressed_tensors(tmp_path):

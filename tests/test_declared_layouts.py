@@ -54,6 +54,8 @@ def test_autoround_of_some_layers(tmp_path):
     checkpoint = write(tmp_path, tensors, **settings, extra_config={"k": {"sym": False}, "m": {"bits": 16}})
     assert checkpoint["l.weight"][0, 0] == 1 and checkpoint["k.weight"][0, 0] == 5
     assert write(tmp_path, tensors, **settings, dynamic={"+:k": {"sym": False}})["k.weight"][0, 0] == 5
+    checkpoint = write(tmp_path, tensors, **settings | {"sym": False}, extra_config={"l": {"sym": True}})
+    assert checkpoint["l.weight"].format.symmetric and not checkpoint["k.weight"].format.symmetric
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,9 @@ def test_reads_the_configuration_file_of_autogptq(tmp_path):
     save_file({k: np.ascontiguousarray(v) for k, v in gptq_tensors(5).items()}, tmp_path / "model.safetensors")
     (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 64, "sym": false, "desc_act": false}')
     assert eqq.io.open(tmp_path)["l.weight"][0, 0] == 3
+    (tmp_path / "quantize_config.json").write_text('{"quant_method": "awq"}')
+    with pytest.raises(ValueError, match="must have the shape of awq"):
+        eqq.io.open(tmp_path)["l.weight"]
 
 
 def test_ambiguous_bits_are_an_error(tmp_path):
@@ -221,6 +226,13 @@ def test_tiles_of_the_configuration(tmp_path):
         {"config_groups": {"g": {"weights": {"strategy": "block", "block_structure": [32, 64]}}}},
     ):
         assert_bits(write_typed(tmp_path, tensors, **settings)["l.weight"].dequantize(), expected)
+    config = {"compression_config": {"weight_block_size": [32, 64]}}  # as llm-compressor once called it
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_bits(eqq.io.open(tmp_path)["l.weight"].dequantize(), expected)
+    # Tiles of one row, the last of which is shorter.
+    rows = {"l.weight": ("F8_E4M3", w[:3]), "l.weight_scale_inv": ("F32", s[:, :2])}
+    got = write_typed(tmp_path, rows, weight_block_size=[1, 128])["l.weight"]
+    assert_bits(got.dequantize(), w[:3].astype(np.float32) * np.repeat(s[:, :2], 128, 1)[:, :200])
     with pytest.raises(ValueError, match="a scale for each row, or each 128 x 128 values"):
         write_typed(tmp_path, tensors, quant_method="fp8")["l.weight"]
 
@@ -251,17 +263,22 @@ def test_codes_without_a_scale(tmp_path):
     tensors = {
         **{"a.weight": ("F8_E4M3", w), "a.weight_magic": ("F32", whole[:1, :1]), "b": ("F8_E5M2", w)},
         **{"c.weight": ("I8", whole.astype(np.int8)), "d.weight": ("U8", whole.astype(np.uint8))},
-        **{"e.weight": ("F32", whole), "ids": ("I64", np.arange(3)), "mask": ("U8", mask)},
+        **{
+            "e.weight": ("F32", whole),
+            "f.weight": ("I32", whole.astype(np.int32)),
+            "ids": ("I64", np.arange(3)),
+            "mask": ("U8", mask),
+        },
     }
-    codes = {"a.weight", "b", "c.weight", "d.weight"}
+    codes = {"a.weight", "b", "c.weight", "d.weight", "f.weight"}
     for settings in ({"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}):
         checkpoint = write_typed(tmp_path, tensors, **settings)
-        assert {row.name for row in checkpoint.rows if row.problem} == codes and len(checkpoint) == 8
+        assert {row.name for row in checkpoint.rows if row.problem} == codes and len(checkpoint) == 9
         for name in codes:
             with pytest.raises(ValueError, match=f"{re.escape(name)}': .*weights are {settings['quant_method']}, and"):
                 checkpoint[name]
         assert_bits(checkpoint["e.weight"], whole)
-        with pytest.raises(ValueError, match="'a.weight': .*no scale"):
+        with pytest.raises(ValueError, match="'[af].weight': .*no scale"):
             eqq.io.convert(checkpoint, tmp_path / "out.safetensors", {"*": "int8"})
         assert not (tmp_path / "out.safetensors").exists()
     # Models for text and images say it one level below; and without a word about it, values are values.

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 import eqquant as eqq
 from eqquant._wrappers.concatenate import concatenate, split
 from eqquant.io import names as ready, Target
+from eqquant.io._rules import match_names
 
 from .helpers import weights
 
@@ -217,6 +218,65 @@ def test_phi3_mixtral_and_tied():
     loaded = eqq.io.load_into(model, arrays, ready.mixtral())["layers"][0]["experts"]["up"]["weight"]
     for e, w in enumerate(experts):  # by number: 10 after 9
         assert eqx.tree_equal(jax.tree_util.tree_map(lambda leaf, e=e: leaf[e], loaded), w)
+
+
+def paths_by(names, *found):
+    """The path, or paths, of each name, or `None`, and how its array changes."""
+    matched = match_names(names, found)
+    assert not matched.problems and not matched.unknown
+    paths = {
+        name: ("T " if recipe.to.transpose else "") + " ".join(recipe.paths) + " stacked" * bool(recipe.stacked)
+        for recipe in matched.recipes
+        for layer in recipe.sources
+        for name in layer
+    }
+    return [paths.get(name) for name in found]
+
+
+def test_names_of_families():
+    """What families call their arrays, in the words of `transformers` and llama.cpp."""
+    attention = [f"layers.7.attention.{x}.weight" for x in ("q", "k", "v", "output")]
+    mlp, moe = ([f"layers.7.{part}.{x}.weight" for x in ("gate", "up", "down")] for part in ("mlp", "experts"))
+    q_k_v_o = [f"model.layers.7.self_attn.{x}_proj.weight" for x in "qkvo"]
+    gate_up_down = [f"model.layers.7.mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
+    norms = [f"model.layers.7.{x}_layernorm.weight" for x in ("input", "post_attention")]
+    assert paths_by(ready.llama(), *q_k_v_o, *gate_up_down, *norms, "model.norm.weight", "lm_head.weight") == [
+        *(*attention, *mlp, "layers.7.attention_norm.weight", "layers.7.mlp_norm.weight", "norm.weight", "head.weight")
+    ]
+    more = [f"model.layers.7.{x}_feedforward_layernorm.weight" for x in ("pre", "post")]
+    assert paths_by(ready.gemma(), *norms, *more, q_k_v_o[3]) == [
+        *("layers.7.attention_norm.weight", "layers.7.attention_post_norm.weight", "layers.7.mlp_norm.weight"),
+        *("layers.7.mlp_post_norm.weight", attention[3]),
+    ]
+    fused = ("model.layers.7.self_attn.qkv_proj.weight", "model.layers.7.mlp.gate_up_proj.weight")
+    assert paths_by(ready.phi3(), *fused, gate_up_down[2]) == [" ".join(attention[:3]), " ".join(mlp[:2]), mlp[2]]
+    experts = [f"model.layers.7.block_sparse_moe.experts.0.w{n}.weight" for n in (1, 3, 2)]
+    router = ("model.layers.7.block_sparse_moe.gate.weight", "layers.7.router.weight")
+    stacked = [f"{path} stacked" for path in moe]
+    assert paths_by(ready.mixtral(), router[0], *experts) == [router[1], *stacked]
+    experts = [f"model.layers.7.mlp.experts.0.{x}_proj.weight" for x in ("gate", "up", "down")]
+    shared = ("model.layers.7.mlp.shared_expert.up_proj.weight", "model.layers.7.mlp.shared_expert_gate.weight")
+    assert paths_by(ready.qwen_moe(), "model.layers.7.mlp.gate.weight", *experts, *shared) == [
+        *("layers.7.router.weight", *stacked, "layers.7.shared.up.weight", "layers.7.shared_gate.weight")
+    ]
+    inner = ("attn.c_attn.bias", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight", "ln_1.bias", "ln_2.bias")
+    assert paths_by(ready.gpt2(), "wte.weight", "wpe.weight", "ln_f.bias", *(f"h.7.{x}" for x in inner)) == [
+        *("embedding.weight", "position.weight", "norm.bias"),
+        "T " + " ".join(f"layers.7.attention.{x}.bias" for x in "qkv"),
+        *(f"T {attention[3]}", f"T {mlp[1]}", f"T {mlp[2]}", "layers.7.attention_norm.bias", "layers.7.mlp_norm.bias"),
+    ]
+    encoder = [f"encoder.layer.7.{x}.dense.weight" for x in ("attention.output", "intermediate", "output")]
+    encoder_paths = [attention[3], mlp[1], mlp[2]]
+    q_k_v = [f"encoder.layer.7.attention.self.{x}.weight" for x in ("query", "key", "value")]
+    norms = [f"encoder.layer.7.{x}.LayerNorm.weight" for x in ("attention.output", "output")]
+    both = ["layers.7.attention_norm.weight", "layers.7.mlp_norm.weight"]
+    assert paths_by(ready.bert(), *q_k_v, *encoder, *norms) == [*attention[:3], *encoder_paths, *both]
+    q_k_v = [f"vit.encoder.layer.7.attention.attention.{x}.weight" for x in ("query", "key", "value")]
+    norms = [f"vit.encoder.layer.7.layernorm_{x}.weight" for x in ("before", "after")]
+    encoder = [f"vit.{name}" for name in encoder]
+    assert paths_by(ready.vit(), *q_k_v, *encoder, *norms, "classifier.bias") == [
+        *(*attention[:3], *encoder_paths, *both, "head.bias")
+    ]
 
 
 def test_gguf_rows_are_put_back():

@@ -306,7 +306,9 @@ def test_checkpoints_of_libraries_are_written_again_as_they_were(tmp_path, monke
     ):
         golden = eqq.io.open(GOLDEN / "checkpoints" / folder)
         (tmp_path / folder).mkdir()
-        checkpoint = write(tmp_path / folder, golden, golden.dialect, names={n: n if re.match(names, n) else None for n in golden})
+        checkpoint = write(
+            tmp_path / folder, golden, golden.dialect, names={n: n if re.match(names, n) else None for n in golden}
+        )
         for name in checkpoint:
             tensors = [sorted(c.items_by_name[name].tensors, key=lambda t: t.name) for c in (golden, checkpoint)]
             for old, new in zip(*tensors, strict=True):
@@ -435,7 +437,11 @@ def test_a_model_of_two_kinds(tmp_path, dialect, a, b):
 REFUSED = [
     *(("gguf", "nf4", (4, 64), -1), ("gguf", "q4_0", (4, 33), -1), ("gguf", "q4_0", (32, 64), -2)),
     *(("gguf", "q4_k", (4, 128), -1), ("gguf", eqq.NVFP4(), (4, 32), -1)),
-    *(("bitsandbytes", "int4", (4, 64), -1), ("bitsandbytes", "nf4", (4, 65), -1), ("bitsandbytes", "nf4", (64, 64), 0)),
+    *(
+        ("bitsandbytes", "int4", (4, 64), -1),
+        ("bitsandbytes", "nf4", (4, 65), -1),
+        ("bitsandbytes", "nf4", (64, 64), 0),
+    ),
     *(("bitsandbytes", eqq.NF4(None), (4, 64), -1), ("bitsandbytes", eqq.NF4(48), (4, 48), -1)),
     ("bitsandbytes", eqq.Codebook([-1, 0, 1, *range(2, 12)]), (4, 64), -1),
     *(("bitsandbytes", "int8", (2, 3, 64), -1), ("bitsandbytes", "int8", (4, 64), -2)),

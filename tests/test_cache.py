@@ -80,7 +80,8 @@ def test_sequences_of_a_batch_do_not_change_each_other():
     """Each grows at its own pace, and fills windows at other steps than the others."""
     keys, values = data(3, tokens=60)
     steps = ([16, 5, 0], [3, 16, 2], [0, 16, 16], [9, 1, 16])
-    for way in ({"keys": "int8"}, {"keys": "int8", "window": 16}, {"keys": None, "window": 8}):
+    channels = {"keys": eqq.Int8(16), "values": "int4", "per_channel": True}
+    for way in ({"keys": "int8"}, channels):
         cache = eqq.QuantizedCache.empty((3, HEADS, 64, SIZE), **way)
         alone = [eqq.QuantizedCache.empty((HEADS, 64, SIZE), **way) for _ in range(3)]
         for counts in steps:
@@ -90,6 +91,15 @@ def test_sequences_of_a_batch_do_not_change_each_other():
             alone = [append(c, *(x[n] for x in new), jnp.asarray(counts[n])) for n, c in enumerate(alone)]
         queries = weights(jr.key(1), (3, HEADS, 2, SIZE))
         assert cache.length.tolist() == [28, 38, 34]
+        for n, length in enumerate(cache.length.tolist()):
+            whole = length // (cache.window or 1) * (cache.window or 1)
+            for held, x in ((cache.keys, keys), (cache.values, values)):
+                x, across = x[n, :, :whole], held.axis == -2  # a scale for each token, or for 16 tokens of a channel
+                amax = jnp.repeat(jnp.abs(x).reshape(HEADS, -1, 16, SIZE).max(2), 16, 1) if across else x
+                half = (
+                    (amax if across else jnp.abs(x).max(-1, keepdims=True)) / (7 if held.format.bits == 4 else 127) / 2
+                )
+                assert (np.abs(np.asarray(held)[n, :, :whole] - x) <= 1.001 * half).all()
         for n, one in enumerate(alone):
             seen = np.asarray(one.positions[0] < one.length)
             np.testing.assert_array_equal(cache.positions[n], one.positions)

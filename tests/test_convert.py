@@ -64,6 +64,57 @@ def test_quantize_for_other_libraries(dialect, source, tmp_path, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {"source", out.name}
 
 
+class Halved(eqq.extend.AbstractScaleMethod):
+    """Halves the scales of the second layer."""
+
+    factor: float = eqx.field(static=True, default=1.0)
+
+    def choose_scales(self, blocks, format):
+        return self.factor * eqq.AbsMax().choose_scales(blocks, format)[0], None
+
+    def for_leaf(self, path):
+        return Halved(0.5) if "layers.1" in path else self
+
+    def check_weight(self, name, x):
+        if x[0, 0] == 7:
+            raise ValueError(f"another {name}")
+
+
+def test_methods_axes_and_errors_of_convert(source, tmp_path):
+    """A method of a rule, which differs by leaf; and axes of a rule, and of the whole call."""
+    rules = {"*.0.*": eqq.QuantConfig("int4", axis=-1), "*proj*": eqq.QuantConfig("int4", Halved()), "*": None}
+    floats, out = eqq.io.open(source), tmp_path / "out.safetensors"
+    eqq.io.convert(source, out, rules, axis=-2)
+    found = eqq.io.open(out)
+    assert (found["layers.0.proj.weight"].axis, found["layers.1.proj.weight"].axis) == (-1, -2)
+    amax = jnp.abs(floats["layers.1.proj.weight"]).max(0)
+    np.testing.assert_allclose(found["layers.1.proj.weight"].scale[:, 0], amax / 7 / 2, rtol=1e-6)
+    eqq.io.convert(source, out, {"*.1.*": "int4", "*": None}, method=Halved(), axis=-2)
+    np.testing.assert_array_equal(eqq.io.open(out)["layers.1.proj.weight"].scale, found["layers.1.proj.weight"].scale)
+    for value, message in ((7, "another layers.1.proj.weight"), (np.nan, "layers.1.proj.weight.* finite")):
+        tensors = load_file(source / "model.safetensors")
+        tensors["layers.1.proj.weight"][0, 0] = value
+        save_file(tensors, source / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            eqq.io.convert(source, tmp_path / "new.safetensors", rules, axis=-2)
+    mixed = {
+        "embed": {"weight": floats["embed.weight"]},
+        "layers": [{"proj": {"weight": found["layers.1.proj.weight"]}}],
+    }
+    eqq.save(tmp_path / "mixed.safetensors", mixed)
+    # What does not fit is known before anything is quantized, also of arrays that stay as they are.
+    with pytest.raises(ValueError, match="'layers.0.proj.weight' must be an array that the file can hold exactly"):
+        each = lambda name, *_: pytest.fail(f"quantized {name}")
+        eqq.io.convert(
+            tmp_path / "mixed.safetensors",
+            tmp_path / "new.gguf",
+            {"embed*": "q4_0", "*": None},
+            dialect="gguf",
+            each=each,
+        )
+    assert not list(tmp_path.glob("new*"))
+
+
 SHAPES = {
     "model.embed_tokens.weight": (8, 64),
     "model.layers.0.input_layernorm.weight": (64,),
@@ -136,6 +187,8 @@ def test_tokenizers_for_llama_cpp(folder):
     )
     assert set(out) == {"token_embd.weight", "output_norm.weight", *(f"blk.0.{name}.weight" for name in layer_names)}
     assert out["output_norm.weight"].dtype == "float32" and out.metadata["llama.attention.head_count_kv"] == 2
+    defaults = {"context_length": 2048, "attention.layer_norm_rms_epsilon": np.float32(1e-6), "rope.freq_base": 1e4}
+    assert {key: out.metadata[f"llama.{key}"] for key in defaults} == defaults
     np.testing.assert_array_equal(out["blk.0.attn_q.weight"][:4, 0], np.array([0, 16, 1, 17]) * 64)
     (folder / "tokenizer.json").write_text(json.dumps(BYTES))
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, "chat_template": "{{ x }}"}))
@@ -152,6 +205,30 @@ def test_tokenizers_for_llama_cpp(folder):
     assert about["model"] == "llama" and about["add_space_prefix"] and about["add_bos_token"]
     assert list(about["token_type"]) == [2, 3, 6, 1, 1, 1, 1, 5] and about["unknown_token_id"] == 0
     assert list(about["scores"]) == [-2, -2, -2, -2, -2, -1, 0, -2]
+    # A token that is not special, a space by a scheme, and a token at the end alone.
+    added = [*ADDED, {"id": 7, "content": "x", "special": False}]
+    ends = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}, {"SpecialToken": {"id": "</s>"}}]}
+    scheme = {"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "prepend_scheme": "first"}}
+    (folder / "tokenizer.json").write_text(
+        json.dumps({**PIECES, **scheme, "added_tokens": added, "post_processor": ends})
+    )
+    about = {key.partition("ggml.")[2]: value for key, value in to_gguf(folder).metadata.items()}
+    assert list(about["token_type"]) == [2, 3, 6, 1, 1, 1, 1, 4]
+    assert about["add_space_prefix"] and not about["add_bos_token"]
+
+
+def test_qwen_for_llama_cpp(folder):
+    """Qwen rotates halves there too, and Qwen 3 has norms of heads."""
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "model_type": "qwen2", "rope_theta": 5e5}))
+    out, names = to_gguf(folder), eqq.io.open(folder)
+    np.testing.assert_array_equal(out["blk.0.attn_q.weight"], names["model.layers.0.self_attn.q_proj.weight"])
+    assert out.metadata["qwen2.rope.freq_base"] == 5e5
+    own = {"rope_parameters": {"rope_theta": 3e5, "rope_type": "default"}}  # which holds before the other
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "model_type": "qwen2", "rope_theta": 5e5, **own}))
+    assert to_gguf(folder).metadata["qwen2.rope.freq_base"] == 3e5
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "model_type": "qwen3"}))
+    with pytest.raises(ValueError, match="hold 'model.layers.0.self_attn.q_norm.weight'"):
+        to_gguf(folder)
 
 
 def test_shared_keys_and_scaled_rotations_for_llama_cpp(folder):

@@ -43,6 +43,11 @@ SHAPE = ("I64", np.array([4, 64]))
         ({"weight_packed": words(8), "weight_scale": halves(4, 1)}, "two dimensions or more, and a scale"),
         ({"weight_packed": words(4, 8), "weight_scale": halves(4, 1)}, "neither integers nor MXFP4"),
         ({"weight_packed": words(3, 8), "weight_scale": halves(3, 1), "weight_shape": SHAPE}, "the shape of [3] rows"),
+        (
+            {"weight_packed": words(4, 8), "weight_scale": floats(4, 1), "weight_shape": SHAPE}
+            | {"weight_zero_point": ("I8", np.array([[0], [0], [0], [20]], np.int8))},
+            "zero points must be below 16. Got 28",
+        ),
         (NVFP4 | {"weight_global_scale": floats(2)}, "one F32 number"),
         (NVFP4 | {"weight_global_scale": ("F32", np.zeros(1, np.float32))}, "Got 0.0 as the scale of the tensor"),
         (NVFP4 | {"weight_scale": floats(4, 4), "weight_global_scale": floats(1)}, "NVFP4 with scales of F8_E4M3"),

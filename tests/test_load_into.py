@@ -279,6 +279,65 @@ def test_names_of_families():
     ]
 
 
+def test_prefixes_and_names_of_gguf():
+    golden = eqq.io.open(Path(__file__).parent / "golden" / "model.gguf")
+    item = next(iter(golden.items_by_name.values()))
+    for family, prefix, kinds in (
+        (ready.llama, "model.", ("llama", "mistral", "qwen2", "qwen3", "gemma")),
+        (ready.gemma, "model.", ("gemma2", "gemma3_text")),
+        (ready.qwen_moe, "model.", ("qwen2_moe", "qwen3_moe")),
+        *((ready.phi3, "model.", ("phi3",)), (ready.mixtral, "model.", ("mixtral",))),
+        *((ready.gpt2, "transformer.", ("gpt2",)), (ready.bert, "bert.", ("bert",)), (ready.vit, "vit.", ("vit",))),
+    ):
+        for kind, before in ((kind, before) for kind in kinds for before in (prefix, "")):
+            named = {"dialect": "safetensors", "config": {"model_type": kind}, "items_by_name": {f"{before}x": item}}
+            found = ready.detect(dataclasses.replace(golden, **named))
+            assert {str(k): str(v) for k, v in found.items()} == {
+                str(k): str(v) for k, v in family(prefix=before).items()
+            }
+    names = lambda kind: ready.gguf(dataclasses.replace(golden, metadata={"general.architecture": kind}))
+    parts = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    paths = [
+        *("attention_norm", *(f"attention.{x}" for x in ("q", "k", "v", "output")), "mlp_norm"),
+        *(f"mlp.{x}" for x in ("gate", "up", "down")),
+    ]
+    found = paths_by(names("qwen2"), *(f"blk.7.{part}.bias" for part in parts), "blk.7.ffn_gate_exps.weight")
+    assert found == [*(f"layers.7.{path}.bias" for path in paths), "layers.7.experts.gate.weight"]
+    parts, paths = (
+        ("post_attention_norm", "ffn_norm", "post_ffw_norm"),
+        ("attention_post_norm", "mlp_norm", "mlp_post_norm"),
+    )
+    found = paths_by(names("gemma2"), *(f"blk.7.{part}.weight" for part in parts))
+    assert found == [f"layers.7.{path}.weight" for path in paths]
+    assert paths_by(
+        names("phi3"), "blk.7.ffn_up.weight", "token_embd.weight", "output.weight", "output_norm.weight"
+    ) == [*("layers.7.mlp.gate.weight layers.7.mlp.up.weight", "embedding.weight", "head.weight", "norm.weight")]
+    parts = ("token_embd", "token_types", "position_embd", "blk.7.attn_output_norm", "blk.7.layer_output_norm")
+    assert paths_by(names("bert"), *(f"{part}.weight" for part in parts)) == [
+        *(f"embeddings.{x}.weight" for x in ("word", "token_type", "position")),
+        *("layers.7.attention_norm.weight", "layers.7.mlp_norm.weight"),
+    ]
+
+
+def test_parts_along_other_axes_and_in_stacks():
+    """Parts of unequal lengths, along the second axis and of each layer of a stack."""
+    rng = np.random.default_rng(0)
+    w = [rng.standard_normal((4, 10)).astype(np.float32) for _ in range(2)]
+    arrays = {"l.0.w": w[0], "l.1.w": w[1]}
+    model = {"a": zeros(2, 4, 3), "b": zeros(2, 4, 7)}
+    loaded = eqq.io.load_into(model, arrays, {"l.{n}.w": Target(("a", "b"), axis=1)})
+    np.testing.assert_array_equal(loaded["a"], np.stack(w)[..., :3])
+    np.testing.assert_array_equal(loaded["b"], np.stack(w)[..., 3:])
+    parts = {"x": w[0][:, :3], "y": w[1]}
+    for model, axis, apply in (
+        ({"w": zeros(4, 13)}, 1, None),
+        ({"w": zeros(8, 13)}, -1, lambda x: jnp.tile(x, (2, 1))),
+    ):
+        loaded = eqq.io.load_into(model, parts, {("y", "x"): Target("w", axis=axis, apply=apply)})
+        expected = np.concatenate([w[1], w[0][:, :3]], 1)
+        np.testing.assert_array_equal(loaded["w"], np.tile(expected, (len(model["w"]) // 4, 1)))
+
+
 def test_gguf_rows_are_put_back():
     w = np.arange(HEADS * 16 * 64, dtype=np.float32).reshape(HEADS * 16, 64)
     # As llama.cpp's converter permutes them.

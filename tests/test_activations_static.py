@@ -76,6 +76,28 @@ def test_static_scales_of_a_stack(getkey):
     np.testing.assert_allclose((q.weight @ x.T)[1], second_layer @ x.T, rtol=1e-6)
 
 
+def test_static_scales_by_hand(getkey):
+    """A scale and a zero point for each layer; views of the weight keep them, or quantize no activations."""
+    w, x = eqq.quantize(weights(getkey(), (2, 5, 64)), "int8"), weights(getkey(), (2, 3, 64))
+    scale, zero = jnp.array([0.01, 0.03]), jnp.array([120, 3], jnp.uint8)
+    wrap = eqq.arrays.ActivationQuantizedArray
+    s, z = (np.asarray(a, np.float32)[:, None, None] for a in (scale, zero))
+    rounded = (np.clip(np.rint(x / s + z), 0, 255) - z) * s
+    wanted = rounded @ np.asarray(w.dequantize()).swapaxes(1, 2)
+    stack, one = wrap(w, AFFINE, scale, zero), wrap(w, AFFINE, scale[0], zero[0])  # one for all layers
+    assert not any(isinstance(view, wrap) for view in (stack.transpose(1, 0, 2), stack.reshape(10, 64)))
+    found = jax.jit(lambda stack, one, x: (x @ stack.swapaxes(-1, -2), one.reshape(10, 64) @ x[0].T))(stack, one, x)
+    np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[1][:5], wanted[0].T, rtol=1e-5, atol=1e-5)
+    learned = eqx.tree_at(
+        lambda w: w.log_factor, wrap(w, AFFINE, scale, zero, learn_scale=True), jnp.log(jnp.array([2.0, 3]))
+    )
+    fixed = learned.with_fixed_scale()
+    assert fixed.log_factor is None and stack.with_fixed_scale() is stack
+    for found in (learned.scale, fixed.scale):
+        np.testing.assert_allclose(found, scale * jnp.array([2.0, 3]), rtol=1e-6)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("format", [eqq.Int8("tensor"), AFFINE])
 def test_static_scales_quantize_inside_the_kernel(getkey, format):

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
 from eqquant._report import show_change
+from eqquant_cli import arguments
 from eqquant_cli.commands import app
 from eqquant_cli.main import main
 
@@ -585,6 +586,32 @@ EXCLUDE = {
     ("--group-size", "--budget"): "--budget chooses the formats",
 }
 PAIRS = [(command, *pair) for command, known in OPTIONS.items() for pair in it.combinations(known, 2)]
+
+
+def test_formats_methods_and_rules_as_text():
+    """What options mean: widths and groups, defaults of layouts, methods; `--skip` before `--rule` before the rest."""
+    formats = eqq.formats
+    for given, expected in (
+        *(((None, 4, None), eqq.Int4(64)), ((None, 8, None), eqq.Int8(64)), ((None, 3, 32), eqq.Int3(32))),
+        *(((None, 4, None, "mlx"), formats.MLX(4, 64)), ((None, 8, 128, "mlx"), formats.MLX(8, 128))),
+        *(((None, None, None), eqq.NF4()), ((None, None, None, "bitsandbytes"), eqq.NF4())),
+        *(((None, None, None, "gptq"), eqq.Int4()), ((None, None, None, "compressed-tensors"), eqq.Int4())),
+        *(((None, None, None, "mlx"), formats.MLX()), ((None, None, None, "gguf"), formats.Q4_0())),
+        (("int4(32, symmetric=False)", None, None), eqq.Int4(32, symmetric=False)),
+    ):
+        assert arguments.choose_format(*given) == expected
+    methods = {"absmax": eqq.AbsMax, "mse": eqq.MSE, "joint_mse": eqq.JointMSE, "HQQ": eqq.HQQ}
+    assert all(type(arguments.parse_method(name)) is cls for name, cls in methods.items())
+    names = ("model.embed_tokens.weight", "a.weight", "b.weight", "lm_head.weight")
+    rule, floats = ["a.*=int8", "b.*=none", "a.*=nf4"], ("*embed*", "*lm_head*")
+    found = arguments.parse_rules(eqq.Int4(), rule, ["a.*"], names)
+    assert list(found.items()) == [("a.*", None), ("b.*", None), ("*", eqq.Int4())]
+    for dialect in (None, "gguf", "mlx", "bitsandbytes", "compressed-tensors", "gptq"):
+        linear_alone = floats if dialect in ("bitsandbytes", "compressed-tensors", "gptq") else ()
+        found = arguments.parse_rules(eqq.Int4(), rule, [], names, dialect)
+        wanted = [("a.*", eqq.Int8()), ("b.*", None), *((pattern, None) for pattern in linear_alone), ("*", eqq.Int4())]
+        assert list(found.items()) == wanted
+    assert arguments.parse_rules(eqq.Int4(), ["*embed*=int8"], [], names, "gptq")["*embed*"] == eqq.Int8()
 
 
 def test_every_option_is_in_a_pair():

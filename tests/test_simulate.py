@@ -73,6 +73,25 @@ def test_stochastic(getkey):
     assert jnp.any(expected != eqq.fake_quantize(x, "int4"))
 
 
+class Halved(eqq.extend.AbstractScaleMethod):
+    """Scales of which the largest values need twice as many levels."""
+
+    def choose_scales(self, blocks, format):
+        return eqq.AbsMax().choose_scales(blocks, format)[0] / 2, None
+
+
+def test_the_method_chooses_scales(getkey):
+    w = weights(getkey(), (3, 64)).at[1, 32:].set(0)
+    amax = np.abs(w).reshape(3, 2, 32).max(-1)
+    rounded = eqq.quantize(w, eqq.Int4(32), method=Halved())
+    np.testing.assert_allclose(rounded.scale, amax / 14, rtol=1e-6)
+    found = eqq.fake_quantize(w, eqq.Int4(32), method=Halved())
+    np.testing.assert_array_equal(found, rounded.dequantize())
+    tree = eqq.quantize_tree({"w": w}, eqq.Int4(32), method=Halved(), simulate=True, learn_scales=True)
+    scale = tree["w"].scale_bits.view(jnp.float32)  # a scale of zero could not grow
+    np.testing.assert_allclose(scale, np.where(amax == 0, 1e-8, amax / 14), rtol=1e-6)
+
+
 def find_clipped(x, format, **kwargs):
     """Where the gradient is zero."""
     return (
@@ -93,6 +112,8 @@ def test_clip_takes_the_zero_point_into_account():
     assert not find_clipped(x, eqq.Int4(symmetric=False)).any()
     x = jnp.array([-1.0, -0.9, 0.2, 1.0])  # without the zero point, negative values would lie outside
     assert not find_clipped(x, eqq.Int8(symmetric=False)).any()
+    x = jnp.array([10.0, 11.0, 12.0, 15.0] * 8)  # an offset of 10, and steps of a third
+    assert not find_clipped(x, "q4_1").any()
 
 
 def test_clip_where_scales_are_negative():

@@ -100,6 +100,39 @@ def close(a, b, tolerance=1e-5):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
 
+def test_a_stream_and_a_pair_by_hand():
+    """In NumPy: norms that add one to their gains, weights of both orders, and two heads of values for four heads."""
+    rng = np.random.default_rng(0)
+    random = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    model = {
+        **{"embedding": random(7, 8), "norm": {"weight": random(8)}, "last": {"weight": random(8)}},
+        **{"value": {"weight": random(6, 8), "bias": random(6)}, "output": {"kernel": random(12, 8)}},
+        "head": {"weight": random(5, 8)},
+    }
+
+    def run(m):
+        norm = lambda x, gain: x / np.sqrt(np.mean(x * x, -1, keepdims=True)) * (1 + np.asarray(gain))
+        x = np.asarray(m["embedding"])
+        values = norm(x, m["norm"]["weight"]) @ np.asarray(m["value"]["weight"]).T + np.asarray(m["value"]["bias"])
+        heads = np.repeat(np.cumsum(values, 0).reshape(7, 2, 3), 2, 1)
+        x = x + heads.reshape(7, 12) @ np.asarray(m["output"]["kernel"])
+        return norm(x, m["last"]["weight"]) @ np.asarray(m["head"]["weight"]).T
+
+    readers = {"norm.weight": "value.weight", "last.weight": "head.weight"}
+    fold = {
+        ("embedding", "output.{p}"): eqq.transforms.ResidualStream(readers, offset=1),
+        "value.{p}": eqq.transforms.FoldInto(("output.kernel",), 3),
+    }
+    found = jax.jit(lambda m: eqq.transforms.rotate(m, fold=fold, seed=5, online=False))(model)
+    np.testing.assert_allclose(run(found), run(model), rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(found["norm"]["weight"], np.zeros(8))  # and one that the layer adds
+    r8, r3 = (np.asarray(rotated(jnp.eye(n), -1, 5)) for n in (8, 3))  # the seed is the one that was given
+    gained = model["head"]["weight"] * (1 + model["last"]["weight"])
+    np.testing.assert_allclose(found["head"]["weight"], gained @ r8, rtol=1e-4, atol=1e-5)
+    heads = np.einsum("hio,ij->hjo", model["output"]["kernel"].reshape(4, 3, 8), r3).reshape(12, 8)
+    np.testing.assert_allclose(found["output"]["kernel"], heads @ r8, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.long
 def test_outputs_do_not_change(model):
     found = eqq.transforms.rotate(model, fold=FOLD, online=False, batches=[IDS], seed=3)

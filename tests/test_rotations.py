@@ -129,6 +129,8 @@ def test_a_stream_and_a_pair_by_hand():
     r8, r3 = (np.asarray(rotated(jnp.eye(n), -1, 5)) for n in (8, 3))  # the seed is the one that was given
     gained = model["head"]["weight"] * (1 + model["last"]["weight"])
     np.testing.assert_allclose(found["head"]["weight"], gained @ r8, rtol=1e-4, atol=1e-5)
+    online = eqq.transforms.rotate({"w": jax.ShapeDtypeStruct((8, 16), jnp.float32)}, seed=5, axis=-2)["w"]
+    assert (online.seed, online.axis) == (5, -2)
     heads = np.einsum("hio,ij->hjo", model["output"]["kernel"].reshape(4, 3, 8), r3).reshape(12, 8)
     np.testing.assert_allclose(found["output"]["kernel"], heads @ r8, rtol=1e-4, atol=1e-5)
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._tree.folds import find_folds, Weights
+from eqquant._tree.leaves import named_leaves
 from eqquant._wrappers.scaled import ScaledArray
 
 from .helpers import outputs, weights
@@ -145,6 +147,14 @@ def test_smoothquant_is_the_formula(model, stats):
     kept = eqq.transforms.smooth(model, eqq.transforms.SmoothQuant(stats, 0.7)).layers[0].down.weight
     close(kept.scale, 1 / factor)
     close(kept.array, w * factor)
+    # A weight of the other order, with an input that it does not use.
+    seen = dataclasses.replace(x, axis=-2, shape=(WIDE, SIZE), fingerprint=None)
+    other = {"w": model.layers[0].down.weight.T.at[3].set(0)}
+    kept = eqq.transforms.smooth(other, eqq.transforms.SmoothQuant({"w": seen}, 0.7))["w"]
+    factor[3] = 1
+    assert kept.axis == -2
+    close(kept.scale, 1 / factor)
+    close(kept.array, np.asarray(other["w"]) * factor[:, None])
 
 
 def test_several_weights_share_their_factors(model, stats):
@@ -202,6 +212,21 @@ def test_inputs_without_data(model, stats):
     }
     for method in methods(dead).values():
         close(run(eqq.transforms.smooth(model, method, fold=FOLD), inputs()), run(model, inputs()))
+
+
+def test_channels_of_heads():
+    """Two heads of four values, each for three heads of the consumer; the values are stored as `(in, out)`."""
+    model = {"output": {"weight": jnp.ones((7, 24))}, "value": {"bias": jnp.ones(8), "weight": jnp.ones((5, 8))}}
+    leaves = list(named_leaves(model))
+    (fold,) = find_folds(
+        {"value.{p}": eqq.transforms.FoldInto(("output.weight",), 4, 1)}, Weights(leaves, {0: -1, 2: -2})
+    )
+    assert (fold.producers, fold.consumers, fold.heads, fold.offset) == ({1: -1, 2: -1}, [0], (2, 3, 4), 1)
+    v = np.random.default_rng(0).random(24).astype(np.float32)
+    largest = v.reshape(2, 3, 4).max(1)
+    pooled = fold.pool(jnp.asarray(v), jnp.max)
+    np.testing.assert_array_equal(pooled, np.repeat(largest[:, None], 3, 1).reshape(-1))
+    np.testing.assert_array_equal(fold.to_outputs(pooled), largest.reshape(-1))
 
 
 @pytest.mark.long

@@ -177,6 +177,29 @@ def test_axis_dtype_and_key(model, getkey):
     assert not np.array_equal(np.asarray(a.codes), np.asarray(b.codes))
 
 
+class Halved(eqq.extend.AbstractScaleMethod):
+    """A method that halves the scales."""
+
+    def choose_scales(self, blocks, format):
+        return eqq.AbsMax().choose_scales(blocks, format)[0] / 2, None
+
+
+def test_a_rule_overrides_the_call(getkey):
+    """Method, axis and activations of a rule hold before those of the call; without them, those of the call."""
+    w, key = weights(getkey(), (64, 64)), getkey()
+    tree = {"a": w, "b": w, "c": w + 0}  # one array in two places, and an equal one
+    own = {"a": eqq.QuantConfig("int8", Halved(), activations="int8", axis=-2), "*": "int8"}
+    plan = eqq.plan_tree(tree, own, axis=-1, method=eqq.MSE(), activations="fp8").leaves
+    found = [(leaf.path, leaf.axis, leaf.activations, leaf.reason.rpartition(" by ")[2]) for leaf in plan]
+    assert found == [("a", -2, eqq.Int8(), "Halved"), ("b", -1, eqq.FP8(), "MSE"), ("c", -1, eqq.FP8(), "MSE")]
+    q = eqq.quantize_tree(tree, {"a": eqq.QuantConfig("int8", Halved(), axis=-2), "*": "int8"}, key=key)
+    amax = jnp.abs(w)
+    assert [x.axis for x in q.values()] == [-2, -1, -1]
+    np.testing.assert_allclose(q["a"].scale[:, 0], amax.max(0) / 254, rtol=1e-6)
+    np.testing.assert_allclose(q["b"].scale[:, 0], amax.max(1) / 127, rtol=1e-6)
+    assert not np.array_equal(q["b"].codes, q["c"].codes)  # each leaf has a key of its own
+
+
 def test_progress(model, capsys):
     silent = eqq.quantize_tree(model)
     assert capsys.readouterr() == ("", "")

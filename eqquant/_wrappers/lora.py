@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,8 +89,9 @@ class LoraArray(AbstractArrayValue):
 
     def delta(self) -> Float[Array, "..."]:
         """Returns the scaled product of the factors, in their dtype."""
-        a = self.a.reshape(*self.b.shape[:-2], self.rank, -1)
-        return self.scaling * jnp.matmul(self.b, a).reshape(*self.b.shape[:-1], *self.a.shape[-self.in_ndim :])
+        inputs = self.a.shape[-self.in_ndim :]
+        a = self.a.reshape(*self.b.shape[:-2], self.rank, math.prod(inputs))
+        return self.scaling * jnp.matmul(self.b, a).reshape(*self.b.shape[:-1], *inputs)
 
     def transpose(self, *axes: int | Sequence[int] | None) -> "LoraArray | Array":
         """Swaps the last two axes, and the factors. Any other permutation returns a dense array."""

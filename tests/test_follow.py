@@ -1,6 +1,7 @@
 """Weights of a traced program, followed to their products: every way to write a product gives the same statistics."""
 
 import functools
+import math
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import eqquant as eqq
+from eqquant._program import views
 from eqquant.calibrate import collect_stats
 
 from .helpers import outputs, weights
@@ -333,3 +335,56 @@ def test_an_einsum_model_without_quaxify():
     assert error(gptq) < 0.8 * error(plain)
     one_by_one = eqq.quantize_sequentially(model, [x], {"w1": "int3", "*": None}, eqq.GPTQ())
     assert error(one_by_one) < 0.8 * error(plain)
+
+
+# Views
+
+
+def find_places(view, weight_shape, shape):
+    """The place in the flat weight of each value of an array, by the digits of its view."""
+    strides = [math.prod(weight_shape[axis + 1 :]) for axis in range(len(weight_shape))]
+    places = np.array(sum(digit.at * digit.stride * strides[digit.axis] for digit in view.fixed))
+    for axis, digits in enumerate(view.axes):
+        along = np.zeros(1, int)
+        for digit in digits:
+            step = digit.stride * strides[digit.axis]
+            along = (along[:, None] + np.asarray(digit.values) * step).reshape(-1)
+        places = places + along.reshape([-1 if n == axis else 1 for n in range(len(shape))])
+    return np.broadcast_to(places, shape)
+
+
+def move_at_random(rng, view, x):
+    """An operation on an array, and on its view."""
+    kind, axis = rng.integers(5), int(rng.integers(x.ndim))
+    if kind == 0:
+        order = [*map(int, rng.permutation(x.ndim))]
+        return views.transpose(view, order), x.transpose(order)
+    if kind == 1:  # one axis of two, or two of one
+        length = next((n for n in (2, 3, 4, 5, 1) if x.shape[axis] % n == 0 and rng.random() < 0.5), 1)
+        merged = x.shape[axis : axis + 2] if rng.random() < 0.5 else None
+        middle = (math.prod(merged),) if merged else (length, x.shape[axis] // length)
+        shape = (*x.shape[:axis], *middle, *x.shape[axis + (len(merged) if merged else 1) :])
+        return views.reshape(view, x.shape, shape), x.reshape(shape)
+    if kind == 2:
+        entries = rng.permutation(x.shape[axis])[: rng.integers(1, x.shape[axis] + 1)]
+        return views.take(view, {axis: lambda values: np.asarray(values)[entries]}), x.take(entries, axis)
+    if kind == 3 and x.shape[axis] == 1 and x.ndim > 1:
+        return views.squeeze(view, [axis]), x.squeeze(axis)
+    new = np.broadcast_to(np.expand_dims(x, axis), (*x.shape[:axis], 2, *x.shape[axis:]))
+    return views.broadcast(view, x.shape, new.shape, [n + (n >= axis) for n in range(x.ndim)]), new
+
+
+def test_views_say_where_values_are():
+    """Of any sequence of operations, as NumPy moves the numbers of all places."""
+    rng, known = np.random.default_rng(0), 0
+    for _ in range(200):
+        shape = tuple(map(int, rng.choice([1, 2, 3, 4, 6], rng.integers(1, 4))))
+        x = np.arange(math.prod(shape)).reshape(shape)
+        view = views.view_weight(0, shape)
+        for _ in range(rng.integers(1, 6)):
+            if x.ndim and x.size < 500:
+                view, x = move_at_random(rng, view, x)
+        if all(digits is not None for digits in view.axes):
+            np.testing.assert_array_equal(find_places(view, shape, x.shape), x)
+            known += 1
+    assert known > 150

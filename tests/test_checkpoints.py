@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
+from eqquant._formats.base import AbstractVectorFormat, find_levels
 from eqquant._wrappers.permuted import PermutedArray
 from eqquant.io import _repack, _safetensors
 from eqquant.io._tensors import NewTensor
@@ -139,6 +140,32 @@ def test_gguf():
     assert_bits(checkpoint["norm.weight"], jnp.arange(5.0))
     assert checkpoint.metadata["llama.block_count"] == 2 and len(checkpoint.metadata["tokenizer.ggml.tokens"]) == 3
     assert checkpoint["blk.IQ2_XXS.weight"].format == eqq.formats.IQ2_XXS()
+
+
+def test_parts_of_gguf():
+    """Codes, scales and offsets where ggml has them: the values, computed in NumPy."""
+    checkpoint, expected, tried = eqq.io.open(GOLDEN / "model.gguf"), np.load(GOLDEN / "model_gguf.npz"), 0
+
+    def floats(stored, format):
+        if not isinstance(stored, _repack.Nested):
+            return 2.0 ** (stored - 127.0) if stored.dtype == np.uint8 else stored.astype(np.float64)
+        inner = format.scale_format
+        return find_levels(inner)[0][stored.codes] * spread(floats(stored.scale, inner), stored.codes.shape[-1])
+
+    def spread(x, length):
+        return np.repeat(x, length // x.shape[-1], axis=-1)
+
+    for row in checkpoint.rows:
+        name = row.name.removeprefix("blk.").removesuffix(".weight")
+        if row.format is not None and not isinstance(row.format, AbstractVectorFormat) and name in expected:
+            parts = checkpoint.items_by_name[row.name].load()
+            codes = parts.codes(0, int(np.prod(row.shape[:-1]))).reshape(row.shape)
+            found = find_levels(row.format)[0][codes] * spread(floats(parts.scale, row.format), row.shape[-1])
+            if parts.offset is not None:
+                found = found + spread(floats(parts.offset, row.format), row.shape[-1])
+            np.testing.assert_allclose(found, expected[name], rtol=1e-5, atol=1e-6 * np.abs(expected[name]).max())
+            tried += 1
+    assert tried == 16
 
 
 def test_scales_of_nvfp4_in_gguf(tmp_path):

@@ -11,6 +11,8 @@ import pytest
 
 import eqquant as eqq
 from eqquant._native import library as native
+from eqquant._tree.decide import Activations, Decision
+from eqquant._tree.quantize import add_activations
 
 from .helpers import outputs, relative_error, weights
 from .test_activations import close
@@ -94,6 +96,8 @@ def test_static_scales_by_hand(getkey):
     )
     fixed = learned.with_fixed_scale()
     assert fixed.log_factor is None and stack.with_fixed_scale() is stack
+    decision = Decision(None, w.format, (-1,), "", activations=Activations(AFFINE, scale, zero))
+    assert [add_activations(decision, w, learn).log_factor is None for learn in (True, False)] == [False, True]
     for found in (learned.scale, fixed.scale):
         np.testing.assert_allclose(found, scale * jnp.array([2.0, 3]), rtol=1e-6)
 

@@ -77,9 +77,9 @@ def test_appending_step_by_step_equals_appending_at_once(way):
 
 @pytest.mark.long
 def test_sequences_of_a_batch_do_not_change_each_other():
-    """Each grows at its own pace, and fills windows at other steps than the others."""
+    """Each grows at its own pace, and fills windows at other steps than the others. Each token is at its position."""
     keys, values = data(3, tokens=60)
-    steps = ([16, 5, 0], [3, 16, 2], [0, 16, 16], [9, 1, 16])
+    steps = ([16, 5, 0], [3, 16, 2], [0, 16, 16], [13, 1, 16])
     channels = {"keys": eqq.Int8(16), "values": "int4", "per_channel": True}
     for way in ({"keys": "int8"}, channels):
         cache = eqq.QuantizedCache.empty((3, HEADS, 64, SIZE), **way)
@@ -89,22 +89,28 @@ def test_sequences_of_a_batch_do_not_change_each_other():
             new = [[now(x, n) for n in range(3)] for x in (keys, values)]
             cache = append(cache, *map(jnp.stack, new), jnp.asarray(counts))
             alone = [append(c, *(x[n] for x in new), jnp.asarray(counts[n])) for n, c in enumerate(alone)]
-        queries = weights(jr.key(1), (3, HEADS, 2, SIZE))
-        assert cache.length.tolist() == [28, 38, 34]
-        for n, length in enumerate(cache.length.tolist()):
-            whole = length // (cache.window or 1) * (cache.window or 1)
-            for held, x in ((cache.keys, keys), (cache.values, values)):
-                x, across = x[n, :, :whole], held.axis == -2  # a scale for each token, or for 16 tokens of a channel
-                amax = jnp.repeat(jnp.abs(x).reshape(HEADS, -1, 16, SIZE).max(2), 16, 1) if across else x
-                half = (
-                    (amax if across else jnp.abs(x).max(-1, keepdims=True)) / (7 if held.format.bits == 4 else 127) / 2
-                )
-                assert (np.abs(np.asarray(held)[n, :, :whole] - x) <= 1.001 * half).all()
+        assert cache.length.tolist() == [32, 38, 34] and cache.window == (16 if way is channels else 0)
+        assert cache.values.format == (eqq.Int4() if way is channels else eqq.Int8())
+        units = jnp.broadcast_to(jnp.eye(SIZE), (3, HEADS, SIZE, SIZE))
+        scores, tokens = np.asarray(cache.scores(units)), np.arange(38)
+        at = np.asarray(cache.positions) == tokens[:, None]  # the place of each token
+        mixed = np.asarray(cache.mix(jnp.broadcast_to(at[:, None], (3, HEADS, *at.shape[1:])).astype(jnp.float32)))
         for n, one in enumerate(alone):
+            length = cache.length[n]
+            held = ((scores[n] @ at[n].T).swapaxes(1, 2), keys, 127), (mixed[n], values, 7 if way is channels else 127)
+            for found, x, levels in held:
+                x = np.asarray(x)[n, :, :length]
+                amax = np.broadcast_to(np.abs(x).max(-1, keepdims=True), x.shape)
+                if way is channels:  # of 16 tokens for keys; the newest tokens are as they were
+                    whole = length // 16 * 16
+                    groups = np.abs(x[:, :whole]).reshape(HEADS, -1, 16, SIZE).max(2)
+                    amax = np.repeat(groups, 16, 1) if levels == 127 else amax[:, :whole]
+                    amax = np.concatenate([amax, 0 * x[:, whole:]], 1)
+                assert (np.abs(found[:, :length] - x) <= 1.001 * amax / levels / 2 + 1e-6).all()
             seen = np.asarray(one.positions[0] < one.length)
             np.testing.assert_array_equal(cache.positions[n], one.positions)
-            found, expected = cache.scores(queries)[n], one.scores(queries[n])
-            np.testing.assert_allclose(found[..., seen], expected[..., seen], rtol=1e-5, atol=1e-5)
+            expected = one.scores(units[n])
+            np.testing.assert_allclose(scores[n][..., seen], expected[..., seen], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.long

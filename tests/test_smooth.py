@@ -155,6 +155,10 @@ def test_smoothquant_is_the_formula(model, stats):
     assert kept.axis == -2
     close(kept.scale, 1 / factor)
     close(kept.array, np.asarray(other["w"]) * factor[:, None])
+    # Inputs so small that float16 cannot hold the inverse of their factors.
+    small = dataclasses.replace(seen, min=1e-9 * seen.min, max=1e-9 * seen.max)
+    half = {"w": other["w"].astype(jnp.float16)}
+    assert float(eqq.transforms.smooth(half, eqq.transforms.SmoothQuant({"w": small}, 0.7))["w"].scale.max()) == 1e4
 
 
 def test_several_weights_share_their_factors(model, stats):

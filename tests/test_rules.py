@@ -264,6 +264,8 @@ def test_convolution(conv, getkey):
     x = weights(getkey(), (2, 3, 8, 8))
     check(lambda x, w: lax.conv_general_dilated(x, w, (1, 2), "SAME"), x, conv)
     check(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "VALID"), eqq.quantize(x, "int8"), conv)
+    pointwise = eqq.quantize(weights(getkey(), (5, 3, 1, 1)), "int8", axis=(-3, -2, -1))
+    check(lambda x, w: lax.conv_general_dilated(x, w, (2, 1), "VALID"), x, pointwise)
 
 
 # Control flow and transformations

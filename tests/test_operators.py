@@ -312,3 +312,14 @@ def test_what_quaxify_passes_and_returns():
         assert eqq.is_quantized(run(q))
     assert seen == [False, True]  # a tracer of Quax; the array itself
     assert isinstance(eqq.quaxify(lambda w: w * 2)(q), jax.Array)
+
+
+def test_scalars_multiply_results(getkey):
+    """Under `quaxify`, a weight times a scalar is multiplied packed, and its results by the scalar."""
+    q, x = eqq.quantize(weights(getkey(), (5, 64)), "int8"), weights(getkey(), (3, 64))
+    program = lambda w, x: (x @ (w * 3).T, x @ (w / 4).T, x @ (-w).T, x @ (x[0, 0] * w).T, x @ (w * 1).T)
+    with eqq.no_dense():
+        found = jax.jit(eqq.quaxify(program))(q, x)
+    w = np.asarray(q.dequantize())
+    for y, factor in zip(found, (3, 0.25, -1, x[0, 0], 1), strict=True):
+        np.testing.assert_allclose(y, x @ (factor * w).T, rtol=1e-4, atol=1e-4)

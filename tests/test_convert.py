@@ -64,7 +64,7 @@ def test_quantize_for_other_libraries(dialect, source, tmp_path, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {"source", out.name}
 
 
-class Halved(eqq.extend.AbstractScaleMethod):
+class HalvedLayer(eqq.extend.AbstractScaleMethod):
     """Halves the scales of the second layer."""
 
     factor: float = eqx.field(static=True, default=1.0)
@@ -73,7 +73,7 @@ class Halved(eqq.extend.AbstractScaleMethod):
         return self.factor * eqq.AbsMax().choose_scales(blocks, format)[0], None
 
     def for_leaf(self, path):
-        return Halved(0.5) if "layers.1" in path else self
+        return HalvedLayer(0.5) if "layers.1" in path else self
 
     def check_weight(self, name, x):
         if x[0, 0] == 7:
@@ -82,14 +82,14 @@ class Halved(eqq.extend.AbstractScaleMethod):
 
 def test_methods_axes_and_errors_of_convert(source, tmp_path):
     """A method of a rule, which differs by leaf; and axes of a rule, and of the whole call."""
-    rules = {"*.0.*": eqq.QuantConfig("int4", axis=-1), "*proj*": eqq.QuantConfig("int4", Halved()), "*": None}
+    rules = {"*.0.*": eqq.QuantConfig("int4", axis=-1), "*proj*": eqq.QuantConfig("int4", HalvedLayer()), "*": None}
     floats, out = eqq.io.open(source), tmp_path / "out.safetensors"
     eqq.io.convert(source, out, rules, axis=-2)
     found = eqq.io.open(out)
     assert (found["layers.0.proj.weight"].axis, found["layers.1.proj.weight"].axis) == (-1, -2)
     amax = jnp.abs(floats["layers.1.proj.weight"]).max(0)
     np.testing.assert_allclose(found["layers.1.proj.weight"].scale[:, 0], amax / 7 / 2, rtol=1e-6)
-    eqq.io.convert(source, out, {"*.1.*": "int4", "*": None}, method=Halved(), axis=-2)
+    eqq.io.convert(source, out, {"*.1.*": "int4", "*": None}, method=HalvedLayer(), axis=-2)
     np.testing.assert_array_equal(eqq.io.open(out)["layers.1.proj.weight"].scale, found["layers.1.proj.weight"].scale)
     for value, message in ((7, "another layers.1.proj.weight"), (np.nan, "layers.1.proj.weight.* finite")):
         tensors = load_file(source / "model.safetensors")

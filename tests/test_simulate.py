@@ -11,7 +11,7 @@ import pytest
 
 import eqquant as eqq
 
-from .helpers import assert_same, FORMATS, KINDS, primitives, SWEPT_FORMATS, weights
+from .helpers import assert_same, FORMATS, Halved, KINDS, primitives, SWEPT_FORMATS, weights
 
 
 OPTIMIZED = True  # programs are compared bit for bit
@@ -71,13 +71,6 @@ def test_stochastic(getkey):
     expected = eqq.quantize(x, "int4", key=key).dequantize()
     assert jnp.all(eqq.fake_quantize(x, "int4", key=key) == expected)
     assert jnp.any(expected != eqq.fake_quantize(x, "int4"))
-
-
-class Halved(eqq.extend.AbstractScaleMethod):
-    """Scales of which the largest values need twice as many levels."""
-
-    def choose_scales(self, blocks, format):
-        return eqq.AbsMax().choose_scales(blocks, format)[0] / 2, None
 
 
 def test_the_method_chooses_scales(getkey):

@@ -16,7 +16,7 @@ import rich.console
 import eqquant as eqq
 from eqquant._report import Report
 
-from .helpers import assert_same, sqnr, weights
+from .helpers import assert_same, Halved, sqnr, weights
 
 
 class Model(eqx.Module):
@@ -175,13 +175,6 @@ def test_axis_dtype_and_key(model, getkey):
     w = weights(getkey(), (32, 32))
     a, b = eqq.quantize_tree([w, w + 0], "int4", key=key)
     assert not np.array_equal(np.asarray(a.codes), np.asarray(b.codes))
-
-
-class Halved(eqq.extend.AbstractScaleMethod):
-    """A method that halves the scales."""
-
-    def choose_scales(self, blocks, format):
-        return eqq.AbsMax().choose_scales(blocks, format)[0] / 2, None
 
 
 def test_a_rule_overrides_the_call(getkey):

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import eqquant as eqq
 from eqquant._program import views
+from eqquant._program.facts import combine_facts, Data, Parameter
 from eqquant.calibrate import collect_stats
 
 from .helpers import outputs, weights
@@ -394,3 +395,15 @@ def test_views_say_where_values_are():
             np.testing.assert_array_equal(find_places(view, shape, x.shape), x)
             known += 1
     assert known > 700
+
+
+def test_results_that_depend_on_data():
+    """Of data, and of weights among whose values data selects; also of one part of a concatenation."""
+    view = views.view_weight(0, (3, 4))
+    looked_up = view._replace(looked_up=True)
+    join = lambda *parts: views.Concatenated(0, tuple((part, 3) for part in parts))
+    for facts, expected in (
+        *(([], Parameter), ([Parameter, view], Parameter), ([join(view, None)], Parameter)),
+        *(([view, Data], Data), ([Parameter, looked_up], Data), ([join(None, view, looked_up)], Data)),
+    ):
+        assert combine_facts(facts) is expected

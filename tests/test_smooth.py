@@ -279,7 +279,8 @@ def test_pairs_that_do_not_fold(model, stats):
     with pytest.raises(
         ValueError, match="Got others with layers.0.gate.weight, layers.0.gate.bias.*between the two is not linear"
     ):
-        smooth({"layers.{n}.gate.{p}": "layers.{n}.down.weight"}, batches=[inputs()])
+        right = {"layers.{n}.norm.{p}": FOLD["layers.{n}.norm.{p}"]}
+        smooth({**right, "layers.{n}.gate.{p}": "layers.{n}.down.weight"}, batches=[inputs()])
     for nothing in (0.0, jnp.nan):  # which no fold changes
         with pytest.raises(ValueError, match="none that are finite and not zero"):
             smooth(FOLD, batches=[inputs()], apply=lambda model, x, nothing=nothing: nothing * jax.vmap(model)(x))

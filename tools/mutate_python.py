@@ -336,7 +336,7 @@ def copy_package(build: Path) -> None:
     """Copies the repository, so that tests run on the copy, and imports what they need."""
     copied = build.resolve() / "python"
     shutil.rmtree(copied, ignore_errors=True)
-    ignore = shutil.ignore_patterns("__pycache__", ".git", "native", "*.ipynb")
+    ignore = shutil.ignore_patterns("__pycache__", ".git", "build", "native", "*.ipynb")
     shutil.copytree(ROOT, copied, ignore=ignore)
     os.environ |= {
         "JAX_COMPILATION_CACHE_DIR": str(copied.parent / "compiled"),
@@ -356,7 +356,7 @@ def choose_mutants(
     parts: list[str], match: str, tests: str, sample: int, chance: random.Random
 ) -> dict[tuple, list[Mutant]]:
     """Mutants of files by the tests that concern them."""
-    files, groups = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "eqquant").rglob("*.py")), {}
+    files, groups = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("eqquant*/**/*.py")), {}
     for path in [f for part in parts for f in files if part in f]:
         every = [mutant for mutant in mutants_of(ROOT / path) if match in f"{path}:{mutant[1]}: {mutant[2]}"]
         chosen = chance.sample(every, min(sample or len(every), len(every)))

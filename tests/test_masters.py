@@ -15,7 +15,7 @@ import pytest
 import eqquant as eqq
 from eqquant._training.masters import _zero_update, FloatMastersState
 
-from .helpers import arrays, assert_close, assert_same, FORMATS, KINDS, loss, mlp, temp_bytes, weights
+from .helpers import arrays, assert_close, assert_same, FORMATS, Halved, KINDS, loss, mlp, temp_bytes, weights
 
 
 @pytest.fixture(autouse=True)
@@ -113,13 +113,6 @@ def test_steps_equal_the_optimizer_on_floats(getkey):
     for layer, master, expected in zip(model.layers, state.masters.layers, bare.layers, strict=True):
         assert_close(master.weight, expected.weight, 1e-6)
         assert_close(layer.bias, expected.bias, 1e-6)
-
-
-class Halved(eqq.extend.AbstractScaleMethod):
-    """Half of the scales that the format chooses."""
-
-    def choose_scales(self, blocks, format):
-        return 0.5 * format.choose_scale(blocks), None
 
 
 def test_two_steps_by_hand(getkey):

@@ -273,16 +273,17 @@ Made make(Random& random, const Cell* cell = nullptr) {
   const int codes = 1 << p.bits;
   const int whole =
       static_cast<int>(below(random, 4));  // tables of integers, or of parts of them, have kernels of their own
+  const int middle = p.codec == nullptr        ? (coin(random, 25) ? 0 : codes / 2)
+                   : p.codec->kind == kTrellis ? 126
+                                               : codes / 2;
   for (int i = 0; i < codes; ++i) {
     switch (p.values) {
-      case kValueInteger:
-        a.table[i] = static_cast<float>(i - (p.codec != nullptr && p.codec->kind == kTrellis ? 126 : codes / 2));
-        break;
+      case kValueInteger: a.table[i] = static_cast<float>(i - middle); break;
       case kValueE4M3: a.table[i] = (i & 127) == 127 ? NAN : static_cast<float>(small_float(i, 4, 3, 7, true)); break;
       case kValueE5M2: a.table[i] = (i & 127) >= 124 ? NAN : static_cast<float>(small_float(i, 5, 2, 15, true)); break;
       default:
         a.table[i] = normal(random);
-        if (whole == 1) a.table[i] = static_cast<float>(i - codes / 2);
+        if (whole == 1) a.table[i] = static_cast<float>(i - middle);
         if (whole == 2) a.table[i] = static_cast<float>(below(random, 25) - 12) / 2;
     }
   }

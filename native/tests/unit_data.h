@@ -168,6 +168,7 @@ enum Table {
   kAnyFloats,    // no two alike
   kIntegers,     // consecutive
   kHalves,       // the values of FP4, in an order of ours
+  kFromZero,     // consecutive integers, from zero on
   kAnyIntegers,  // of eight bits, not in order
   kE4M3,
   kE5M2,
@@ -252,10 +253,10 @@ struct Weight {
     p->block_size = form.block;
     p->scale_kind = form.scale_kind;
     const bool bytes = form.bits == 8 || is_split(form.bits);
-    p->values = form.table == kIntegers && bytes ? kValueInteger
-              : form.table == kE4M3              ? kValueE4M3
-              : form.table == kE5M2              ? kValueE5M2
-                                                 : kValueTable;
+    p->values = (form.table == kIntegers || form.table == kFromZero) && bytes ? kValueInteger
+              : form.table == kE4M3                                           ? kValueE4M3
+              : form.table == kE5M2                                           ? kValueE5M2
+                                                                              : kValueTable;
     if (form.zero_points) {
       p->zero_point = zeros_.data();
       p->zero_words = packed_bytes(blocks, form.bits);
@@ -300,6 +301,7 @@ struct Weight {
       switch (form.table) {
         case kAnyFloats: table[i] = static_cast<float>(whole(random, -999, 999) + 0.37) / 333; break;
         case kIntegers: table[i] = static_cast<float>(i - middle); break;
+        case kFromZero: table[i] = static_cast<float>(i); break;
         case kHalves: table[i] = halves[i % 16]; break;
         case kAnyIntegers: table[i] = static_cast<float>((i * 77 + 5) % 256 - 128); break;
         case kE4M3: table[i] = static_cast<float>(e4m3_value(static_cast<uint8_t>(i))); break;

@@ -9,7 +9,7 @@ using std::to_string;
 Form k_quant(int bits, int64_t block, int scale_bits, bool offsets) {
   Form form;
   form.bits = bits;
-  form.table = kIntegers;
+  form.table = offsets ? kFromZero : kIntegers;
   form.block = block;
   form.scale_kind = kScaleFloat16;
   form.scale_bits = scale_bits;
@@ -35,7 +35,7 @@ std::vector<NamedForm> forms() {
       for (const bool offsets : {false, true}) {
         Form form;
         form.bits = bits;
-        form.table = kIntegers;
+        form.table = offsets ? kFromZero : kIntegers;
         form.block = block;
         form.offsets = offsets;
         form.row_scales = !offsets;
@@ -153,23 +153,31 @@ void add_small_numbers() {
 
 // Weights that only look alike are left to others.
 void add_refusals() {
-  const std::vector<std::pair<std::string, std::function<void(Form&)>>> cases = {
-      {"zero points", [](Form& form) { form.zero_points = true; }},
-      {"tables of floats", [](Form& form) { form.table = kAnyFloats; }},
-      {"scales of floats", [](Form& form) { form.scale_integers = false; }},
-      {"blocks of 8", [](Form& form) { form.block = 8; }},
-      {"24 scales in a block", [](Form& form) { form.scale_block = 24; }},
-      {"seven bits", [](Form& form) { form.bits = 7; }},
-  };
-  for (const auto& one : cases)
-    test("matmul/integer row/refuses " + one.first, [=](const Isa& isa) {
+  const auto by_form = [](
+                           const std::string& name, const std::function<void(Form&)>& change,
+                           const std::function<void(Weight&)>& change_weight = [](Weight&) {}) {
+    test("matmul/integer row/refuses " + name, [=](const Isa& isa) {
       Form form = k_quant(6, 16, 6, false);
       form.k = 600;
-      one.second(form);
+      change(form);
       Product product(Weight(form), kMethods[0]);
+      change_weight(product.w);
       if (slices_of(isa, product.w, std::vector<float>(form.k, 1)) != 0) fail("accepted");
       product.check(isa);
     });
+  };
+  by_form("zero points", [](Form& form) { form.zero_points = true; });
+  by_form("tables of floats", [](Form& form) { form.table = kAnyFloats; });
+  by_form("scales of floats", [](Form& form) { form.scale_integers = false; });
+  by_form("blocks of 8", [](Form& form) { form.block = 8; });
+  by_form("24 scales in a block", [](Form& form) { form.scale_block = 24; });
+  by_form("seven bits", [](Form& form) { form.bits = 7; });
+  by_form("two blocks of 301", [](Form& form) {
+    form.scale_bits = 0;
+    form.block = 301;
+  });
+  by_form("integers with a gap", [](Form&) {}, [](Weight& w) { w.table[0] -= 1; });
+  by_form("integers with a gap at the end", [](Form&) {}, [](Weight& w) { w.table.back() += 1; });
 }
 
 }  // namespace

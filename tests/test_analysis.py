@@ -1,5 +1,6 @@
 """What quantizing an array costs: errors and comparisons."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -137,6 +138,18 @@ def test_a_comparison_of_one_format():
     report = analysis.compare_formats(sin(128), "nf4")
     assert [row.format for row in report.rows] == [eqq.NF4()]
     assert analysis.compare_formats(sin(128), eqq.NF4()) == report
+    # And others that are made up: the best of each kind.
+    (row,) = report.rows
+    close([row.bits, row.compression, row.quality], [4.5, 32 / 4.5, row.error.sqnr_db * 4.5 / 32])
+    worse = dataclasses.replace(
+        row, name="small", bits=2.0, error=dataclasses.replace(row.error, sqnr_db=12.0, mse=9.0)
+    )
+    large = dataclasses.replace(
+        row, name="large", bits=64.0, error=dataclasses.replace(row.error, sqnr_db=30.0, mse=10.0)
+    )
+    every = dataclasses.replace(report, rows=(worse, row, large))
+    assert (large.quality, every["small"]) == (30, worse)
+    assert (every.best_by_sqnr, every.best_by_mse, every.best_by_quality) == (large, row, large)
 
 
 def test_labels_of_errors_are_words():

@@ -21,7 +21,7 @@ from jaxtyping import TypeCheckError
 import eqquant as eqq
 from eqquant.calibrate import MinMax, MovingAverage, MSERange, Percentile
 from eqquant.calibrate._blocks import make_blocks
-from eqquant.calibrate._calibrator import find_extremes
+from eqquant.calibrate._calibrator import _add_saturating, find_extremes
 from eqquant.calibrate._result import CalibrationResult
 from eqquant.calibrate._uint64 import UInt64
 from eqquant.reference import integer_format
@@ -275,6 +275,7 @@ def test_moving_average():
     merged = a.merge(b).merge(b)
     close(merged.range(), [-3, 5])
     assert int(merged.batches) == 3
+    assert [int(_add_saturating(jnp.int32(2**31 - n), jnp.int32(7))) for n in (3, 9)] == [2**31 - 1, 2**31 - 2]
 
 
 @pytest.mark.long

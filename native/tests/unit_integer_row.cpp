@@ -72,7 +72,7 @@ bool has_kernel(const Isa& isa) {
 
 void add_forms() {
   for (const NamedForm& one : forms())
-    for (const int64_t k : {200, 256, 300, 1100, 2048, 2605}) {
+    for (const int64_t k : {200, 256, 300, 320, 1100, 2048, 2605}) {
       Form form = one.form;
       form.k = k;
       form.block = std::min(form.block, k);
@@ -176,8 +176,13 @@ void add_refusals() {
     form.scale_bits = 0;
     form.block = 301;
   });
-  by_form("integers with a gap", [](Form&) {}, [](Weight& w) { w.table[0] -= 1; });
-  by_form("integers with a gap at the end", [](Form&) {}, [](Weight& w) { w.table.back() += 1; });
+  for (const bool first : {false, true})
+    by_form(
+        std::string("integers with a gap at the ") + (first ? "begin" : "end"), [](Form&) {},
+        [=](Weight& w) {
+          w.form.table = kAnyFloats;
+          first ? --w.table.front() : ++w.table.back();
+        });
 }
 
 }  // namespace

@@ -170,6 +170,7 @@ def loss_of_both(q, w, stats):
     return float(np.sum((stats.output_gram @ error @ stats.gram) * error))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [40, 75])  # some rows are found together
 def test_rows_make_up_for_errors_by_hand(rows):
     """Against the same steps in float64, with explicit inverses."""

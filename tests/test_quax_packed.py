@@ -60,6 +60,9 @@ ARRAYS = {
 }
 
 
+ALIKE = ("rows", "tensor", "microscaling")  # move as NF4 does
+
+
 def dataclass_with(w, quantize):
     return eqx.tree_at(lambda w: w.array, w, quantize(w.array))
 
@@ -162,7 +165,7 @@ def arguments(getkey):
 
 @pytest.mark.filterwarnings("ignore:.*its products quantize no activations:UserWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("array", ARRAYS)
+@pytest.mark.parametrize("array", [pytest.param(a, marks=pytest.mark.slow if a in ALIKE else ()) for a in ARRAYS])
 def test_results_stay_packed(arguments, name, array):
     w, x = ARRAYS[array](arguments[0]), arguments[1]
     program = PROGRAMS[name]

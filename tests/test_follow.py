@@ -236,6 +236,10 @@ def test_products_over_some_features():
     assert "multiplied in parts" in leaf.note
     whole = collect_stats(normal(8, 12), [inputs()], apply=lambda w, x: x @ w.T)["the array"]
     assert "in parts" not in whole.note
+    # Behind others that are no weight.
+    joined = lambda w, x: x @ jnp.concatenate([jnp.ones((8, 4)), w], axis=1).T
+    leaf = collect_stats(normal(8, 8), [inputs()], apply=joined, gram=True)["the array"]
+    close(leaf.gram, gram(inputs()[:, 4:]))
 
 
 SUMS = {

@@ -150,7 +150,7 @@ PIECES = {
         "byte_fallback": True,
         "unk_token": "<unk>",
         "vocab": {"<unk>": 0, "<s>": 1, "<0x00>": 2, "a": 3, "b": 4, "abb": 5, "ab": 6},
-        "merges": ["a b", "ab b"],
+        "merges": ["a b", "ab b", "a bb"],  # two to one token
     },
 }
 
@@ -204,7 +204,7 @@ def test_tokenizers_for_llama_cpp(folder):
     about = {key.partition("ggml.")[2]: value for key, value in to_gguf(folder).metadata.items()}
     assert about["model"] == "llama" and about["add_space_prefix"] and about["add_bos_token"]
     assert list(about["token_type"]) == [2, 3, 6, 1, 1, 1, 1, 5] and about["unknown_token_id"] == 0
-    assert list(about["scores"]) == [-2, -2, -2, -2, -2, -1, 0, -2]
+    assert list(about["scores"]) == [-3, -3, -3, -3, -3, -1, 0, -3]
     # A token that is not special, a space by a scheme, and a token at the end alone.
     added = [*ADDED, {"id": 7, "content": "x", "special": False}]
     ends = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}, {"SpecialToken": {"id": "</s>"}}]}

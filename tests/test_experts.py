@@ -10,6 +10,7 @@ from jax import lax
 
 import eqquant as eqq
 from eqquant._native import library as native
+from eqquant.calibrate._stats import LeafStats
 
 from .helpers import primitives, weights
 
@@ -116,6 +117,15 @@ def test_other_convolutions_are_dense(getkey):
 
 
 COUNTS = {"all see enough": [70, 70, 70, 70], "one saw few": [100, 97, 3, 80], "one saw none": [100, 0, 90, 80]}
+
+
+def test_statistics_of_all_experts_are_means_over_their_inputs():
+    """Each input counts alike, and so an expert without any takes no part."""
+    moments = np.array([[1.0, 2, 3, 4], [5, 6, 5, 6], [0, 0, 0, 0]])
+    stats = LeafStats("w", (3, 8, 4), -1, "", np.array([6, 2, 0]), second_moment=moments)
+    mean = (6 * moments[0] + 2 * moments[1]) / 8
+    used = eqq.MSE({"w": stats}).for_leaf("w").inputs.second_moment
+    np.testing.assert_allclose(used, [moments[0], (moments[1] + mean) / 2, mean])
 
 
 @pytest.mark.long

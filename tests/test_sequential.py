@@ -11,8 +11,9 @@ import pytest
 
 import eqquant as eqq
 from eqquant.calibrate import collect_stats
+from eqquant.calibrate._sequential import _solve_correction
 
-from .helpers import assert_same, outputs, weights
+from .helpers import assert_close, assert_same, outputs, weights
 
 
 FORMAT = eqq.Int2(16)
@@ -123,6 +124,15 @@ def test_better_than_statistics_of_the_float_model():
     error = lambda q: float(jnp.mean(jnp.square(outputs(q, held_out) - wanted)))
     at_once = eqq.quantize_tree(model, FORMAT, method=eqq.GPTQ(collect_stats(model, x, gram=True)))
     assert error(eqq.quantize_sequentially(model, x, FORMAT, eqq.GPTQ())) < error(at_once)
+
+
+def test_a_corrected_weight_maps_other_inputs_to_the_same_outputs():
+    """The products of both inputs have no symmetry: their transpose would be another correction."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(64, 8)), rng.normal(size=(4, 8))
+    y = x @ (np.eye(8) + rng.normal(size=(8, 8)) / 8)
+    corrected = _solve_correction(*(np.asarray(a, np.float32) for a in (w, y.T @ y / 64, x.T @ y / 64)), 1.0)
+    assert_close(y @ np.asarray(corrected).T, x @ w.T, 0.05)
 
 
 @pytest.mark.long

@@ -346,6 +346,15 @@ def test_knapsack_of_large_costs():
         assert bound <= loss <= bound + 0.02 * sum(l[2] for l in losses)
 
 
+def test_knapsack_of_many_items_stays_within_the_budget():
+    """Costs are no whole cells, and a choice that rounds them down would spend too much."""
+    rng = np.random.default_rng(0)
+    costs = [np.array([0, cost]) for cost in rng.integers(10**9 // 2, 10**9, 200)]
+    losses = [np.array([cost[1] * rng.uniform(0.9, 1.1), 0]) for cost in costs]
+    budget = sum(int(cost[1]) for cost in costs) // 2
+    assert 0.99 * budget < sum(int(c[n]) for c, n in zip(costs, choose_options(costs, losses, budget))) <= budget
+
+
 def test_divergence_by_the_formulas():
     rng = np.random.default_rng(0)
     x = {"model": rng.standard_normal((2, 3, 5)), "quantized": rng.standard_normal((2, 3, 5))}

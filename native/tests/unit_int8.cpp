@@ -234,6 +234,19 @@ void add_long_blocks() {
   form.k = 80005;
   form.block = 40000;
   by_methods("blocks of 40000", form, kUnsignedCodes);
+  // One row takes the scales of 4096 codes at a time.
+  for (const int bits : {4, 8})
+    for (const int64_t block : {16, 32, 64, 128}) {
+      form = integers(bits);
+      form.n = 5;
+      form.k = 4096 + 512;
+      form.block = block;
+      const std::string name =
+          "int8/blocks of " + to_string(block) + ", more than 4096 codes/" + to_string(bits) + " bits";
+      test(name, [=](const Isa& isa) { Int8Product(Weight(form), 1, kSignedCodes).check(isa); });
+      form.zero_points = true;
+      test(name + ", zero points", [=](const Isa& isa) { Int8Product(Weight(form), 1, kSignedCodes).check(isa); });
+    }
   // Whole blocks without padding, but not whole segments.
   for (const int bits : {1, 2, 4})
     for (const int64_t block : {16, 32, 64}) {

@@ -135,6 +135,19 @@ void add_numbers() {
   }
 }
 
+// Rows of x of a batch: each of them may have numbers that stay floats.
+void add_batches() {
+  Form form = k_quant(5, 32, 6, true);
+  form.k = 1100;
+  form.stack = 3;
+  for (const int64_t batch : {0, 1, 2})
+    test("matmul/integer row/a large outlier in row " + to_string(batch) + " of a batch", [=](const Isa& isa) {
+      Product product(Weight(form), kMethods[0], 3);
+      product.x[batch * form.k + 300] = 1e12;
+      product.check(isa);
+    });
+}
+
 // Rows of the weight that multiply the small numbers of a span only, beside large ones.
 void add_small_numbers() {
   Form form = k_quant(5, 32, 6, false);
@@ -190,6 +203,7 @@ void add_refusals() {
 void add_integer_row_tests() {
   add_forms();
   add_numbers();
+  add_batches();
   add_small_numbers();
   add_refusals();
 }

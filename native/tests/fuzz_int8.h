@@ -22,7 +22,8 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
                          : below(random, 600);
   p.n = coin(random, 90) ? below(random, 40) : below(random, 300);
   p.k = coin(random, 70) ? below(random, 700) : coin(random) ? 128 * below(random, 9) : below(random, 5000);
-  if (coin(random, 1)) {  // longer than a sum of products of bytes may be
+  if (p.m < 5 && coin(random, 8)) p.k = 512 * (9 + below(random, 8));  // scales of whole segments, over 4096 codes
+  if (coin(random, 1)) {                                               // longer than a sum of products of bytes may be
     p.k = 40000 + below(random, 100000);
     p.n = below(random, 5);
     p.m = below(random, 7);

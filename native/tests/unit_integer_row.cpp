@@ -31,7 +31,7 @@ std::vector<NamedForm> forms() {
                                 {"q5_k", k_quant(5, 32, 6, true)},
                                 {"q6_k", k_quant(6, 16, 7, false)}};
   for (const int bits : {3, 5, 6})
-    for (const int64_t block : {64, 192, 512, 5000})
+    for (const int64_t block : {64, 192, 512, 1088, 5000})
       for (const bool offsets : {false, true}) {
         Form form;
         form.bits = bits;
@@ -112,6 +112,7 @@ void add_numbers() {
       {"small", 3, [](double x, int64_t) { return x * 0x1p-50; }},
       {"an outlier", 4, [](double x, int64_t k) { return k == 300 ? 1e4 : x; }},
       {"32 small ones", 4, [](double x, int64_t k) { return k / 32 == 9 ? x / 500 : x; }},
+      {"one in nine tiny", 4, [](double x, int64_t k) { return k % 9 == 0 ? x / 4000 : x; }},
       {"a large outlier", 0, [](double x, int64_t k) { return k == 300 ? 1e12 : x; }},
       {"too small", 0, [](double x, int64_t) { return x * 0x1p-80; }},
       {"too large", 0, [](double x, int64_t) { return x * 0x1p80; }},

@@ -276,6 +276,7 @@ Made make(Random& random, const Cell* cell = nullptr) {
   const int middle = p.codec == nullptr        ? (coin(random, 25) ? 0 : codes / 2)
                    : p.codec->kind == kTrellis ? 126
                                                : codes / 2;
+  const float shift = coin(random, 10) ? 0.5f : 0;
   for (int i = 0; i < codes; ++i) {
     switch (p.values) {
       case kValueInteger: a.table[i] = static_cast<float>(i - middle); break;
@@ -283,7 +284,7 @@ Made make(Random& random, const Cell* cell = nullptr) {
       case kValueE5M2: a.table[i] = (i & 127) >= 124 ? NAN : static_cast<float>(small_float(i, 5, 2, 15, true)); break;
       default:
         a.table[i] = normal(random);
-        if (whole == 1) a.table[i] = static_cast<float>(i - middle);
+        if (whole == 1) a.table[i] = static_cast<float>(i - middle) + shift;
         if (whole == 2) a.table[i] = static_cast<float>(below(random, 25) - 12) / 2;
     }
   }
@@ -318,9 +319,10 @@ Made make(Random& random, const Cell* cell = nullptr) {
     }
   for (Exact<uint8_t>* packed : {&a.scale_codes, &a.offset_codes})
     for (int64_t i = 0; i < packed->size; ++i) (*packed)[i] = static_cast<uint8_t>(random());
+  const float more = coin(random, 10) ? 0.5f : 0;  // looks like integers
   const int64_t lowest = p.scale_bits == 8 || coin(random) ? a.scale_table.size / 2 : 0;
   for (int64_t i = 0; i < a.scale_table.size; ++i)
-    a.scale_table[i] = consecutive ? static_cast<float>(i - lowest) : 0.5f + normal(random);
+    a.scale_table[i] = consecutive ? static_cast<float>(i - lowest) + more : 0.5f + normal(random);
   for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
   std::vector<double> x(x_size);

@@ -13,6 +13,10 @@ void* operator new(size_t size, std::align_val_t alignment, const std::nothrow_t
   void* memory = aligned_alloc(step, bytes);
   return memory == nullptr ? nullptr : memset(memory, 0xff, bytes);
 }
+void* operator new(size_t size, std::align_val_t alignment) {
+  void* memory = operator new(size, alignment, std::nothrow);
+  return memory != nullptr ? memory : throw std::bad_alloc();
+}
 void operator delete(void* memory, std::align_val_t) noexcept { free(memory); }
 
 #endif  // EQQUANT_TESTS_POISON_H_

@@ -325,8 +325,8 @@ struct Weight {
     if (form.scale_bits == 0) return;
     scale_table.resize(int64_t{1} << form.scale_bits);
     for (size_t i = 0; i < scale_table.size(); ++i)
-      scale_table[i] =
-          static_cast<float>(i + 1) / (form.scale_integers ? 1.0f : static_cast<float>(scale_table.size()));
+      scale_table[i] = form.scale_integers ? static_cast<float>(i) - 3  // a zero and negative ones among them
+                                           : static_cast<float>(i + 1) / static_cast<float>(scale_table.size());
     std::vector<int> inner(rows * blocks);
     numbers->resize(rows * blocks);
     for (int64_t i = 0; i < rows * blocks; ++i) {

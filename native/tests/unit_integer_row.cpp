@@ -149,20 +149,24 @@ void add_batches() {
     });
 }
 
-// Rows of the weight that multiply the small numbers of a span only, beside large ones.
+// Rows of the weight that multiply the small numbers of a span only, beside large ones: blocks of 16, or of 32.
 void add_small_numbers() {
-  Form form = k_quant(5, 32, 6, false);
-  form.k = 512;
-  for (const double factor : {300.0, 1e5, 1e8})
-    test("matmul/integer row/numbers beside others, " + to_string(factor) + " times as large", [=](const Isa& isa) {
-      Product product(Weight(form), kMethods[0]);
-      for (int64_t k = 0; k < form.k; ++k)
-        if (k / 32 % 2 == 0) product.x[k] = static_cast<float>(product.x[k] * factor);
-      for (size_t i = 0; i < product.w.codes.size(); ++i)
-        if (i % form.k / 32 % 2 == 0) product.w.codes[i] = 16;  // means zero
-      product.w.pack_codes();
-      product.check(isa);
-    });
+  for (const int64_t block : {16, 32})
+    for (const double factor : {300.0, 1e5, 1e8})
+      test("matmul/integer row/blocks of " + to_string(block) + " beside others, " + to_string(factor) +
+               " times as large",
+           [=](const Isa& isa) {
+             Form form = k_quant(5, block, 6, false);
+             form.k = 512;
+             Product product(Weight(form), kMethods[0]);
+             const auto is_small = [=](int64_t k) { return k % 128 / block == 3; };
+             for (int64_t k = 0; k < form.k; ++k)
+               if (!is_small(k)) product.x[k] = static_cast<float>(product.x[k] * factor);
+             for (size_t i = 0; i < product.w.codes.size(); ++i)
+               if (!is_small(static_cast<int64_t>(i) % form.k)) product.w.codes[i] = 16;  // means zero
+             product.w.pack_codes();
+             product.check(isa);
+           });
 }
 
 // Weights that only look alike are left to others.
@@ -190,6 +194,12 @@ void add_refusals() {
     form.scale_bits = 0;
     form.block = 301;
   });
+  by_form(
+      "consecutive halves", [](Form& form) { form.offsets = false; },
+      [](Weight& w) {
+        w.form.table = kAnyFloats;
+        for (float& value : w.table) value += 0.5f;
+      });
   for (const bool first : {false, true})
     by_form(
         std::string("integers with a gap at the ") + (first ? "begin" : "end"), [](Form&) {},

@@ -154,26 +154,27 @@ EQQ_INLINE void store_slices(const I* apart, uint8_t* out) {
   for (int slice = 0; slice < kSlices; ++slice) _mm512_store_si512(out + slice * kTile, all[kSlices - 1 - slice]);
 }
 
-// Of the blocks of 64 codes, a number for each 16.
+// A number for each 16 of 64 codes: that of their block.
 EQQ_INLINE F spread_blocks(const float* row, const int* block) {
   const I quarters = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   const __m128 some = _mm_setr_ps(row[block[0]], row[block[1]], row[block[2]], row[block[3]]);
   return _mm512_permutexvar_ps(quarters, _mm512_castps128_ps512(some));
 }
 
-// Signed bytes that codes less a constant are, times the scale of a block.
+// Codes of eight bits whose values, `table[0] + code`, fit in a signed byte, times the scale of their block.
 void decode_integers(const Problem& p, const Codes& a) {
-  const I first = _mm512_set1_epi8(static_cast<char>(p.table[0]));
+  const I lowest = _mm512_set1_epi8(static_cast<char>(p.table[0]));
   for (int64_t step = 0; step < a.steps; ++step)
 #pragma GCC unroll 2
     for (int64_t i = 0; i < kRows; ++i) {
       const I codes = _mm512_loadu_si512(a.from + min64(i, a.last) * a.stride + 64 * step);
-      const I values = fours_in_order(_mm512_add_epi8(codes, first));
+      alignas(64) int8_t values[64];
+      _mm512_store_si512(values, fours_in_order(_mm512_add_epi8(codes, lowest)));
       const F scale = spread_blocks(a.scale + i * kMostBlocks, a.block + 4 * step);
       I apart[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
-        const I some = _mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(values, j));
+        const I some = _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(values + 16 * j)));
         apart[j] = bytes_apart(slices_of(_mm512_cvtepi32_ps(some), scale));
       }
       store_slices(apart, a.out + step * kSlices * kTile + 64 * i);

@@ -6,7 +6,7 @@
 #include "core/ints.h"
 #include "core/problem.h"
 
-// How one implementation divides one problem. `plan` fills it in; the driver (`matmul.cpp`) allocates and schedules.
+// How one implementation divides one problem. `plan` fills it in; the driver (`matmul.h`) allocates and schedules.
 typedef struct Plan {
   int64_t shared_bytes;  // of the packed `x` and whatever else all units read; 64-byte aligned
   int64_t own_bytes;     // of scratch memory for each thread; 64-byte aligned

@@ -4,8 +4,8 @@
 //   y(b, m, k) = sum over n of x(b, m, n) w(b, n, k),         where
 //   w(b, n, k) = (table[code] - zero_point) * (scale * row_scale) + offset.
 //
-// Kernels see no offsets, no scales that are codes themselves, and only codes of one value that lie in one byte:
-// `slabs.h`.
+// Most kernels see no offsets, no scales that are codes themselves, and only codes of one value that lie in one byte:
+// `slabs.h`, whose own kernels read some of these weights as they are.
 //
 // With `selected`, `w(b)` is array `selected[b]` of a stack, which is read where it lies.
 //

@@ -3,7 +3,7 @@
 //
 // x is rounded to 24 or 31 bits, whose bytes are called slices, and codes are multiplied by each (Ozaki's scheme,
 // https://arxiv.org/abs/2306.11975). Sums of four products fit in 16 bits, so that integer scales are a second product.
-// All is exact until a span of one or four planes ends, which has one scale of floats, and one of x.
+// Sums are exact within a span: one or four planes (64 or 256 numbers) with one float scale of the weight and one of x.
 #pragma once
 
 #include "slabs/offsets.h"
@@ -29,16 +29,19 @@ struct IntegerRow {
   struct Detail {
     int64_t planes, span, spans;
     int64_t sums, slices, batch_bytes;
-    int32_t zero;  // the code that stands for zero: products are of codes less this
+    int32_t zero;  // is subtracted from codes: the code of zero, or with offsets the middle one
     float middle;  // the value of that code, which is added to the offset, times the scale
   };
 
   // The header of packed x.
   struct alignas(64) Row {
-    int64_t slices;  // of an integer: 3 or 4; 0 if its numbers must stay floats
+    int64_t slices;  // of an integer: 3 or 4; 0 if its numbers must stay floats. Tests read it
   };
 
+  // Whether a table is integers, each one more than the last.
   static bool are_consecutive(const float* table, int bits) {
+    if (!(table[0] >= -256 && table[0] <= 256) || table[0] != static_cast<float>(static_cast<int>(table[0])))
+      return false;
     for (int i = 1; i < 1 << bits; ++i)
       if (table[i] != table[i - 1] + 1) return false;
     return true;
@@ -50,7 +53,7 @@ struct IntegerRow {
         p.zero_point != nullptr || p.x_column != 1 || (p.offset != nullptr && p.x_type != kFloat32))
       return false;
     const float low = p.table[0];
-    if (!are_consecutive(p.table, p.bits) || low < -256 || low > 256) return false;
+    if (!are_consecutive(p.table, p.bits)) return false;
     if (p.offset == nullptr && (low > 0 || low <= -static_cast<float>(1 << p.bits))) return false;
     if (p.scale_codes == nullptr) return p.blocks <= 1 || p.block_size % kPlane == 0;
     return (p.block_size == 16 || p.block_size == 32) && p.scale_block_size * p.block_size == kLongSpan * kPlane &&
@@ -88,8 +91,8 @@ struct IntegerRow {
     d.middle = p.table[0] + static_cast<float>(d.zero);
     set_detail(d, plan);
     plan->shared_bytes = p.batch * d.batch_bytes;
-    // Scales of spans, offsets, scales of blocks, room for scales of scales, and integer scales.
-    plan->own_bytes = 4 * (3 * scale_room(p, d) + round_up(p.scale_blocks, 16) + 16) + 2 * 2 * integer_room(d);
+    // Scales of spans, offsets, scales of blocks, integer scales and offsets.
+    plan->own_bytes = 4 * 3 * scale_room(p, d) + 2 * 2 * integer_room(d);
     plan->parts = p.batch;
     plan->units = p.batch * div_up(p.n, kRowsOfUnit);
   }
@@ -98,8 +101,8 @@ struct IntegerRow {
   // x
   //
 
-  // Numbers of a span as `kX` slices: of each plane the bytes of a slice, and the sums of each four of them, times the
-  // code that is subtracted. Returns whether so many slices are enough.
+  // Numbers of a span as `kX` slices: of each plane the bytes of a slice, and for each four numbers what `vpdpbusd`
+  // starts from, minus their sum times `zero`. Returns whether so many slices are enough.
   template <int kX>
   static bool pack_span(const Problem& p, const Detail& d, int64_t from, int64_t first, int64_t last, F inverse,
                         uint8_t* out) {
@@ -107,7 +110,6 @@ struct IntegerRow {
     int64_t some = 0, few = 0, hardly_any = 0;
     bool lost = false;
     for (int64_t k = first; k < last; k += kPlane, out += kX * 128) {
-      int64_t before = 0;
       for (int64_t i = 0; i < kPlane; i += 16) {
         const F values = k + i < p.k ? load_some(p.x, p.x_type, from + k + i, first_few(p.k - k - i)) : F{};
         const I numbers = _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse)), sizes = _mm512_abs_epi32(numbers);
@@ -115,11 +117,11 @@ struct IntegerRow {
         const auto below = [&](int bound) {
           return __builtin_popcount(_mm512_mask_cmplt_epu32_mask(real, sizes, _mm512_set1_epi32(bound)));
         };
-        if (i % 32 == 0) before = few;
         some += __builtin_popcount(real);
-        few += below(few_bits_of(kX));
+        const int64_t few_of_16 = below(few_bits_of(kX));
+        few += few_of_16;
         hardly_any += below(hardly_any_of(kX));
-        lost = lost || few - before > 16;  // most of 32: a row of the weight may multiply only those
+        lost = lost || few_of_16 > 8;  // a row of the weight may multiply only those
         const I slices = _mm512_permutexvar_epi32(order, slices_apart(numbers));
         alignas(64) uint8_t bytes[64];
         _mm512_store_si512(bytes, slices);
@@ -172,14 +174,14 @@ struct IntegerRow {
 
   // The memory of a thread: what a row is multiplied by.
   struct Scales {
-    float *of_spans, *offsets, *of_blocks, *room;
-    int16_t *scale_integers, *offset_integers;  // scales and offsets that are codes
+    float *of_spans, *offsets, *of_blocks;
+    int16_t *integer_scales, *integer_offsets;  // scales and offsets that are codes
 
     Scales(const Problem& p, const Detail& d, void* own)
         : of_spans(static_cast<float*>(own)), offsets(of_spans + scale_room(p, d)),
-          of_blocks(offsets + scale_room(p, d)), room(of_blocks + scale_room(p, d)),
-          scale_integers(reinterpret_cast<int16_t*>(room + round_up(p.scale_blocks, 16) + 16)),
-          offset_integers(scale_integers + integer_room(d)) {}
+          of_blocks(offsets + scale_room(p, d)),
+          integer_scales(reinterpret_cast<int16_t*>(of_blocks + scale_room(p, d))),
+          integer_offsets(integer_scales + integer_room(d)) {}
 
     // Of a row: a scale for each span, and integer scales.
     void fetch(const Problem& p, const Detail& d, int64_t row) const {
@@ -191,7 +193,7 @@ struct IntegerRow {
         return;
       }
       decode_nested(p, p.scale, p.row_scale, row, of_spans);
-      unpack_integers(p, d, p.scale_codes, row, scale_integers);
+      unpack_integers(p, d, p.scale_codes, row, integer_scales);
     }
 
     // Scales of scales of a row, one for each span, and a zero, as padding.
@@ -220,15 +222,15 @@ struct IntegerRow {
     // The product of the offsets of a row and the sums of x.
     float multiply_offsets(const Problem& p, const Detail& d, int64_t row, const float* sums) const {
       if (p.scale_codes == nullptr) {
-        scales_of_rows(&p, true, true, row, 1, 0, p.blocks, offsets, room);
+        scales_of_rows(&p, true, true, row, 1, 0, p.blocks, offsets, nullptr);
         add_multiple(of_blocks, p.blocks, d.middle, offsets);
         float result;
         multiply_sums<1>(&offsets, sums, p.blocks, &result);
         return result;
       }
       decode_nested(p, p.offset, nullptr, row, of_blocks);
-      unpack_integers(p, d, p.offset_codes, row, offset_integers);
-      const int64_t in_span = kLongSpan * kPlane / p.block_size, step = 16 / in_span;  // spans of sixteen blocks
+      unpack_integers(p, d, p.offset_codes, row, integer_offsets);
+      const int64_t in_span = kLongSpan * kPlane / p.block_size, step = 16 / in_span;  // spans that 16 blocks fill
       const I places =
           in_span == 16 ? _mm512_setzero_si512() : _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
       const auto load = [](const int16_t* from) {
@@ -238,15 +240,15 @@ struct IntegerRow {
       for (int64_t block = 0, span = 0; block < p.blocks; block += 16, span += step) {
         const F scale = _mm512_permutexvar_ps(places, _mm512_loadu_ps(of_spans + span)),
                 of_offset = _mm512_permutexvar_ps(places, _mm512_loadu_ps(of_blocks + span));
-        const F some = _mm512_mul_ps(load(scale_integers + block), _mm512_mul_ps(scale, _mm512_set1_ps(d.middle)));
-        sum = _mm512_fmadd_ps(_mm512_fmadd_ps(load(offset_integers + block), of_offset, some),
+        const F some = _mm512_mul_ps(load(integer_scales + block), _mm512_mul_ps(scale, _mm512_set1_ps(d.middle)));
+        sum = _mm512_fmadd_ps(_mm512_fmadd_ps(load(integer_offsets + block), of_offset, some),
                               _mm512_loadu_ps(sums + block), sum);
       }
       return _mm512_reduce_add_ps(sum);
     }
   };
 
-  // The sums of a span, and what is left of the row.
+  // The sums of a span, and the total of the row so far.
   template <int kX>
   struct Sums {
     I slices[kX];
@@ -276,7 +278,7 @@ struct IntegerRow {
     }
   }
 
-  // Which integer scale each lane of a plane takes: of `count` in a plane, where index 31 is zero.
+  // Which integer scale the lower half of each lane takes, of `count` in a plane. Upper halves take element 31, a zero.
   static I places_of(int64_t plane, int64_t count) {
     alignas(64) int16_t places[32];
     for (int64_t lane = 0; lane < 16; ++lane) {
@@ -301,7 +303,7 @@ struct IntegerRow {
     for (int64_t r = 0; r < count; ++r) {
       scales.fetch(p, d, row + r);
       const uint8_t *bytes = p.codes + (row + r) * p.words, *x = slices;
-      const int16_t* integers = scales.scale_integers;
+      const int16_t* integers = scales.integer_scales;
       const float *scale = scales.of_spans, *of_x = span_scales(packed);
       Sums<kX> a;
       a.total = _mm512_setzero_ps();

@@ -18,5 +18,7 @@ void* operator new(size_t size, std::align_val_t alignment) {
   return memory != nullptr ? memory : throw std::bad_alloc();
 }
 void operator delete(void* memory, std::align_val_t) noexcept { free(memory); }
+void operator delete(void* memory, size_t, std::align_val_t) noexcept { free(memory); }
+void operator delete(void* memory, std::align_val_t, const std::nothrow_t&) noexcept { free(memory); }
 
 #endif  // EQQUANT_TESTS_POISON_H_

@@ -108,12 +108,12 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """Runs the tests on the oldest supported versions: one in sixteen cases of each."""
+    """Runs the tests on the oldest supported versions: one in twenty cases of each."""
     install(session, "tests", "examples", oldest=True, weights=True)
     # These are about bytes, sentences and sums on the host, hardly about versions of JAX. `nox -s sweep` runs all.
     files = ("test_cli", "test_convert", "test_hostile_files", "test_writers", "test_load_into")
     files += ("test_analysis", "test_analysis_models", "test_pages", "test_packing")
-    pytest(session, "--every", "16", "-m", "not slow", *(f"--ignore=tests/{name}.py" for name in files))
+    pytest(session, "--every", "20", "-m", "not slow", *(f"--ignore=tests/{name}.py" for name in files))
 
 
 def test_native(session: nox.Session, *, whole: bool) -> None:

@@ -98,7 +98,7 @@ bool pack(const Problem& p, const Detail& d, int64_t batch, char* shared) {
       I most = _mm512_setzero_si512();
       for (int64_t i = 0; i < d.grain / 16; ++i) {
         values[i] = read_some(p, at, group * d.grain + 16 * i);
-        most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(values[i]), _mm512_set1_epi32(0x7fffffff)));
+        most = larger_magnitudes(most, values[i]);
       }
       const uint32_t largest = _mm512_reduce_max_epu32(most);
       const int exponent = static_cast<int>(largest >> 23) - 127;

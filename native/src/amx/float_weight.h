@@ -139,12 +139,7 @@ uint32_t decode_look_up(const Problem& p, const Codes& a, const uint8_t* tables)
   return rows;
 }
 
-// Groups of four codes, in the order in which `store_slices` wants them.
-EQQ_INLINE I fours_in_order(I codes) {
-  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), codes);
-}
-
-// Four vectors of integers, whose bytes are apart, as slices of 64 codes of a row.
+// Four vectors of integers, whose bytes are apart, as slices of 64 codes of a row: integers of `fours_in_order`.
 EQQ_INLINE void store_slices(const I* apart, uint8_t* out) {
   const I low0 = _mm512_unpacklo_epi32(apart[0], apart[1]), low1 = _mm512_unpacklo_epi32(apart[2], apart[3]);
   const I all[3] = {

@@ -11,6 +11,16 @@ EQQ_INLINE __m512i bytes_apart(__m512i integers) {
       integers, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
 }
 
+// Groups of four bytes, or integers: first each fourth one from the first on, then from the second on.
+EQQ_INLINE __m512i fours_in_order(__m512i a) {
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), a);
+}
+
+// The larger of some magnitudes, as bits, which are in their order, and those of numbers. NaN is the largest.
+EQQ_INLINE __m512i larger_magnitudes(__m512i most, __m512 numbers) {
+  return _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(numbers), _mm512_set1_epi32(0x7fffffff)));
+}
+
 EQQ_INLINE __mmask16 first_few(int64_t n) {
   return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1 << n) - 1);
 }

@@ -38,6 +38,13 @@ enum ValueKind { kValueTable = 0, kValueInteger = 1, kValueE4M3 = 2, kValueE5M2 
 // narrowest part, and holds the bytes of one part after the other.
 enum { kPlane = 64 };
 
+// Whether each value of the codes of so many bits is one more than the last.
+static inline bool is_consecutive(const float* table, int bits) {
+  for (int i = 1; i < 1 << bits; ++i)
+    if (table[i] != table[i - 1] + 1) return false;
+  return true;
+}
+
 static inline bool is_split(int bits) { return (bits & (bits - 1)) != 0; }
 
 // How many codes are packed together.

@@ -38,13 +38,10 @@ struct IntegerRow {
     int64_t slices;  // of an integer: 3 or 4; 0 if its numbers must stay floats. Tests read it
   };
 
-  // Whether a table is integers, each one more than the last.
-  static bool are_consecutive(const float* table, int bits) {
-    if (!(table[0] >= -256 && table[0] <= 256) || table[0] != static_cast<float>(static_cast<int>(table[0])))
-      return false;
-    for (int i = 1; i < 1 << bits; ++i)
-      if (table[i] != table[i - 1] + 1) return false;
-    return true;
+  // Whether a table is integers, each one more than the last, from about zero on.
+  static bool has_integers(const float* table, int bits) {
+    const float low = table[0];
+    return low >= -256 && low <= 256 && low == static_cast<float>(static_cast<int>(low)) && is_consecutive(table, bits);
   }
 
   static bool accepts(const Problem* problem) {
@@ -53,11 +50,11 @@ struct IntegerRow {
         p.zero_point != nullptr || p.x_column != 1 || (p.offset != nullptr && p.x_type != kFloat32))
       return false;
     const float low = p.table[0];
-    if (!are_consecutive(p.table, p.bits)) return false;
+    if (!has_integers(p.table, p.bits)) return false;
     if (p.offset == nullptr && (low > 0 || low <= -static_cast<float>(1 << p.bits))) return false;
     if (p.scale_codes == nullptr) return p.blocks <= 1 || p.block_size % kPlane == 0;
     return (p.block_size == 16 || p.block_size == 32) && p.scale_block_size * p.block_size == kLongSpan * kPlane &&
-           are_consecutive(p.scale_table, p.scale_bits) && p.scale_table[0] >= -128 && p.scale_table[0] <= 128;
+           has_integers(p.scale_table, p.scale_bits) && p.scale_table[0] >= -128 && p.scale_table[0] <= 128;
   }
 
   static bool accepts_packed(const Problem* p, const Plan* plan, const void* shared) {
@@ -106,7 +103,6 @@ struct IntegerRow {
   template <int kX>
   static bool pack_span(const Problem& p, const Detail& d, int64_t from, int64_t first, int64_t last, F inverse,
                         uint8_t* out) {
-    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     int64_t some = 0, few = 0, hardly_any = 0;
     bool lost = false;
     for (int64_t k = first; k < last; k += kPlane, out += kX * 128) {
@@ -122,7 +118,7 @@ struct IntegerRow {
         few += few_of_16;
         hardly_any += below(hardly_any_of(kX));
         lost = lost || few_of_16 > 8;  // a row of the weight may multiply only those
-        const I slices = _mm512_permutexvar_epi32(order, slices_apart(numbers));
+        const I slices = fours_in_order(slices_apart(numbers));
         alignas(64) uint8_t bytes[64];
         _mm512_store_si512(bytes, slices);
         for (int slice = 0; slice < kX; ++slice) memcpy(out + 128 * slice + i, bytes + 16 * slice, 16);
@@ -143,10 +139,9 @@ struct IntegerRow {
     uint8_t* slices = reinterpret_cast<uint8_t*>(shared + d.slices);
     for (int64_t i = 0; i < d.spans; ++i) {
       const int64_t first = i * d.span * kPlane, last = min64(first + d.span * kPlane, d.planes * kPlane);
-      I most = _mm512_setzero_si512();  // of magnitudes, whose bits are in their order; NaN is the largest
+      I most = _mm512_setzero_si512();
       for (int64_t k = first; k < min64(last, p.k); k += 16) {
-        const I bits = _mm512_castps_si512(load_some(p.x, p.x_type, from + k, first_few(p.k - k)));
-        most = _mm512_max_epu32(most, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+        most = larger_magnitudes(most, load_some(p.x, p.x_type, from + k, first_few(p.k - k)));
       }
       const float amax = S::from_bits(_mm512_reduce_max_epu32(most));
       if (amax != 0 && !(amax <= kRange && amax >= 1 / kRange)) return false;
@@ -228,7 +223,7 @@ struct IntegerRow {
         multiply_sums<1>(&offsets, sums, p.blocks, &result);
         return result;
       }
-      decode_nested(p, p.offset, nullptr, row, of_blocks);
+      decode_nested(p, p.offset, nullptr, row, offsets);
       unpack_integers(p, d, p.offset_codes, row, integer_offsets);
       const int64_t in_span = kLongSpan * kPlane / p.block_size, step = 16 / in_span;  // spans that 16 blocks fill
       const I places =
@@ -239,7 +234,7 @@ struct IntegerRow {
       F sum = _mm512_setzero_ps();
       for (int64_t block = 0, span = 0; block < p.blocks; block += 16, span += step) {
         const F scale = _mm512_permutexvar_ps(places, _mm512_loadu_ps(of_spans + span)),
-                of_offset = _mm512_permutexvar_ps(places, _mm512_loadu_ps(of_blocks + span));
+                of_offset = _mm512_permutexvar_ps(places, _mm512_loadu_ps(offsets + span));
         const F some = _mm512_mul_ps(load(integer_scales + block), _mm512_mul_ps(scale, _mm512_set1_ps(d.middle)));
         sum = _mm512_fmadd_ps(_mm512_fmadd_ps(load(integer_offsets + block), of_offset, some),
                               _mm512_loadu_ps(sums + block), sum);

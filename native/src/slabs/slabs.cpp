@@ -52,8 +52,7 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
   // Kernels take the range of values from the table, so unused codes of a byte repeat the value of a used one.
   for (int64_t i = 0; i < 256; ++i) table_[i] = p.table[min64(i, codes - 1)] - middle_;
 
-  for (int64_t i = 1; p.scale_codes != nullptr && i < int64_t{1} << p.scale_bits; ++i)
-    consecutive_ = consecutive_ && p.scale_table[i] == p.scale_table[i - 1] + 1;
+  consecutive_ = p.scale_codes == nullptr || is_consecutive(p.scale_table, p.scale_bits);
 
   // Bytes of a row of a slab: its codes, and its scales and offsets.
   const int64_t row = joins_ ? p.k : 0, blocks = decodes_ ? p.blocks * (p.offset != nullptr ? 8 : 4) : 0;

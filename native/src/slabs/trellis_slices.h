@@ -51,11 +51,11 @@ struct TrellisSlices {
     const auto load = [&](int64_t k) __attribute__((always_inline)) {
       return load_some(p.x, p.x_type, batch * p.x_batch + k, first_few(p.k - k));
     };
-    I most = _mm512_setzero_si512();  // of magnitudes, whose bits are in their order; NaN is the largest
+    I most = _mm512_setzero_si512();
     __m512 squares = _mm512_setzero_ps();
     for (int64_t k = 0; k < p.k; k += 16) {
       const __m512 values = load(k);
-      most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(values), _mm512_set1_epi32(0x7fffffff)));
+      most = larger_magnitudes(most, values);
       squares = _mm512_fmadd_ps(values, values, squares);
     }
     const float amax = TrellisRow::S::from_bits(_mm512_reduce_max_epu32(most));

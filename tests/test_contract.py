@@ -89,7 +89,7 @@ def test_error_on_normal_weights(row, getkey):
 
 
 def test_shape_and_axis(name, setting, row, getkey):
-    """Every second shape: formats whose names are a letter longer take the others."""
+    """Formats with names of even length take half of the shapes, those of odd length the rest."""
     for shape, axis in SHAPES[len(name) % 2 :: 2] if setting is None else SHAPES[len(name) % len(SHAPES) :][:1]:
         check_shape_and_axis(row, weights(getkey(), shape), axis)
 

@@ -479,6 +479,10 @@ def test_nvfp4_of_compressed_tensors(tmp_path):
     rows = jax.vmap(lambda row: eqq.quantize(row, "nvfp4"))(w * jnp.arange(1.0, 9)[:, None])
     with pytest.raises(ValueError, match="must share one scale for the tensor"):
         eqq.io.write(tmp_path / "new", {"l.weight": rows}, "compressed-tensors")
+    for bits, message in ((0, "must have a reciprocal"), (0x7F800000, "must be finite")):  # of zero, and infinity
+        changed = eqx.tree_at(lambda q: q.scale_bits.scale_bits, q, jnp.full_like(q.scale_bits.scale_bits, bits))
+        with pytest.raises(ValueError, match=message):
+            eqq.io.write(tmp_path / "new", {"l.weight": changed}, "compressed-tensors")
 
 
 def test_shards(source, tmp_path):

@@ -87,7 +87,7 @@ class LeafStats:
         if self.min is None or self.max is None:
             raise ValueError(f"{self.path} must have observed inputs. Got none: {self.note}.")
         low, high = self.min.min(axis=-1), self.max.max(axis=-1)
-        low, high = np.where(missed, low.min(), low), np.where(missed, high.max(), high)
+        low, high = np.where(missed, low[~missed].min(), low), np.where(missed, high[~missed].max(), high)
         low, high = jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32)
         format = Int8(block_size="tensor", symmetric=False)
         return format, *choose_qparams(jnp.minimum(low, 0), jnp.maximum(high, 0), format)

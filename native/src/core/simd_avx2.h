@@ -1,4 +1,5 @@
-// AVX2, FMA and F16C. A table of sixteen is two of eight, and bit 3 of a code says which.
+// AVX2, FMA and F16C. A table of sixteen floats is looked up byte by byte: `vpshufb` looks 32 codes up at once, in one
+// table for each byte of a float, and the four results are interleaved to four vectors of floats.
 #pragma once
 
 #include <immintrin.h>
@@ -14,10 +15,11 @@ struct Simd : SimdBase {
   using Codes = __m256i;
   struct Table {
     F low, high;
+    I bytes[4];  // byte 0 of each value, byte 1 of each, and so on
   };
   using Lanes = __m256i;
   static constexpr int L = 8;
-  static constexpr bool kScalesTables = true;
+  static constexpr bool kScalesTables = false;
   static constexpr int kTileRows = 6, kTileRows1 = 12, kWideRows = 2, kDotRows = 2, kFewTile = 4, kFewGroup = 2,
                        kFewRows = 6;
   static constexpr int kMixedRows = 2;
@@ -76,19 +78,47 @@ struct Simd : SimdBase {
   // `vpmaddubsw` would saturate, so codes are widened to 16 bits, where `vpmaddwd` is exact.
   EQQ_INLINE I dot(I acc, I w, I x) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w, x)); }
 
-  EQQ_INLINE Codes codes(const uint8_t* p) { return load_int(p); }
+  // Codes in the order of lookups: of sixteen bytes first each fourth one from the first on, then from the second on.
   template <int n>
-  EQQ_INLINE Codes shift(Codes a) {
-    return n == 0 ? a : _mm256_srli_epi32(a, n);
+  struct Shifted {
+    Codes bytes;
+  };
+  EQQ_INLINE I fourths() {
+    return _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   }
-  EQQ_INLINE Codes shift(Codes a, int n) { return _mm256_srlv_epi32(a, _mm256_set1_epi32(n)); }
-  EQQ_INLINE Table table(const float* p) { return {load(p), load(p + 8)}; }
-  EQQ_INLINE F lookup(const Table& t, Codes a) {
-    const F top = _mm256_castsi256_ps(_mm256_slli_epi32(a, 28));
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, a), _mm256_permutevar8x32_ps(t.high, a), top);
+  EQQ_INLINE Codes codes(const uint8_t* p) { return _mm256_shuffle_epi8(load_int(p), fourths()); }
+  template <int n>
+  EQQ_INLINE Shifted<n> shift(Codes a) {
+    return {a};
   }
-  EQQ_INLINE Table scale(const Table& t, F s) { return {mul(t.low, s), mul(t.high, s)}; }
-  EQQ_INLINE Table offset(const Table& t, F z) { return {sub(t.low, z), sub(t.high, z)}; }
+  EQQ_INLINE Codes shift(Codes a, int n) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(n)); }
+  EQQ_INLINE Table split(F low, F high) {
+    const I a = _mm256_shuffle_epi8(_mm256_castps_si256(low), fourths());
+    const I b = _mm256_shuffle_epi8(_mm256_castps_si256(high), fourths());
+    // The halves of each are four floats; what comes of two halves is four bytes of each float in turn.
+    const I even = _mm256_permute2x128_si256(a, b, 0x20), odd = _mm256_permute2x128_si256(a, b, 0x31);
+    const I first = _mm256_permute4x64_epi64(_mm256_unpacklo_epi32(even, odd), 0xd8);
+    const I last = _mm256_permute4x64_epi64(_mm256_unpackhi_epi32(even, odd), 0xd8);
+    return {low,
+            high,
+            {_mm256_permute4x64_epi64(first, 0x44), _mm256_permute4x64_epi64(first, 0xee),
+             _mm256_permute4x64_epi64(last, 0x44), _mm256_permute4x64_epi64(last, 0xee)}};
+  }
+  EQQ_INLINE Table table(const float* p) { return split(load(p), load(p + 8)); }
+  EQQ_INLINE Table scale(const Table& t, F s) { return split(mul(t.low, s), mul(t.high, s)); }
+  EQQ_INLINE Table offset(const Table& t, F z) { return split(sub(t.low, z), sub(t.high, z)); }
+  // The values of bytes `n / 8`, `n / 8 + 4`, ..., the codes of which begin at bit `n % 8`. Callers need all bytes of a
+  // lane. All four begin with the same lookups, and the compiler does those once.
+  template <int n>
+  EQQ_INLINE F lookup(const Table& t, Shifted<n> a) {
+    const I codes = _mm256_and_si256(n % 8 ? _mm256_srli_epi32(a.bytes, n % 8) : a.bytes, _mm256_set1_epi8(15));
+    const I b0 = _mm256_shuffle_epi8(t.bytes[0], codes), b1 = _mm256_shuffle_epi8(t.bytes[1], codes);
+    const I b2 = _mm256_shuffle_epi8(t.bytes[2], codes), b3 = _mm256_shuffle_epi8(t.bytes[3], codes);
+    constexpr bool kSecond = n / 16, kOdd = n / 8 % 2;
+    const I low = kSecond ? _mm256_unpackhi_epi8(b0, b1) : _mm256_unpacklo_epi8(b0, b1);
+    const I high = kSecond ? _mm256_unpackhi_epi8(b2, b3) : _mm256_unpacklo_epi8(b2, b3);
+    return _mm256_castsi256_ps(kOdd ? _mm256_unpackhi_epi16(low, high) : _mm256_unpacklo_epi16(low, high));
+  }
 
   EQQ_INLINE Lanes lanes(int h, int n) {
     if (n == 2) return _mm256_set1_epi32(h);
@@ -106,7 +136,11 @@ struct Simd : SimdBase {
   EQQ_INLINE F bytes256(const uint8_t* p, const float* table) {
     return _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(eight(p)), 4);
   }
-  EQQ_INLINE F bytes16(const uint8_t* p, const float* t) { return lookup(table(t), _mm256_cvtepu8_epi32(eight(p))); }
+  EQQ_INLINE F bytes16(const uint8_t* p, const float* t) {
+    const I codes = _mm256_cvtepu8_epi32(eight(p));
+    const F low = _mm256_permutevar8x32_ps(load(t), codes), high = _mm256_permutevar8x32_ps(load(t + 8), codes);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+  }
   // Floats of eight bits are floats of sixteen, but for the width and the bias of the exponent. That holds for
   // subnormal numbers too, and F16C takes them whatever the floating-point environment says.
   EQQ_INLINE F e4m3(const uint8_t* p) {

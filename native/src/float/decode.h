@@ -146,6 +146,12 @@ struct Decode {
     return r;
   }
 
+  // The scales of a plane in their lanes.
+  template <Mode kMode>
+  EQQ_INLINE F spread(const float* scale, typename V::Lanes lanes) {
+    return per_plane(kMode) > 1 ? V::spread(scale, lanes) : V::broadcast(*scale);
+  }
+
   // The scales of a partial last segment.
   EQQ_NOINLINE RowScales last_scales(const Problem& p, const Shape& s, int64_t row, float* scratch) {
     return row_scales(p, s, row, s.whole, s.segments, scratch);
@@ -262,8 +268,8 @@ struct Decode {
         if (kZero) t = V::offset(t, V::broadcast(zero[kVector]));
         t = V::scale(t, V::broadcast(scale[kVector]));
       } else if constexpr (after_lookup(kMode)) {
-        s = V::spread(scale + per_plane(kMode) * kVector, lanes);
-        if (kZero) z = V::spread(zero + per_plane(kMode) * kVector, lanes);
+        s = spread<kMode>(scale + per_plane(kMode) * kVector, lanes);
+        if (kZero) z = spread<kMode>(zero + per_plane(kMode) * kVector, lanes);
       }
       decode_four<kBits, kMode, kZero, kMask, kVector, 0>(codes, t, s, z, scale, zero, index, mask, out);
       decode_planes<kBits, kMode, kZero, kMask, kVector + 1>(codes, lanes, table, scale, zero, index, mask, out);

@@ -100,7 +100,8 @@ struct Dot {
         F z = V::zero();
         if (kZero && kMode == kUniform && V::kScalesTables)
           t = V::offset(t, V::broadcast(scales[r].zero[at + kPlaneIndex]));
-        if (kZero && D::after_lookup(kMode)) z = V::spread(scales[r].zero + at + per_plane(kMode) * kPlaneIndex, lanes);
+        if (kZero && D::after_lookup(kMode))
+          z = D::template spread<kMode>(scales[r].zero + at + per_plane(kMode) * kPlaneIndex, lanes);
         F w0 = V::lookup(t, V::template shift<kShift>(codes[r]));
         F w1 = V::lookup(t, V::template shift<kShift + 8>(codes[r]));
         F w2 = V::lookup(t, V::template shift<kShift + 16>(codes[r]));
@@ -116,8 +117,7 @@ struct Dot {
           more[r] = V::fma(w3, x3, V::fma(w1, x1, more[r]));
         } else {
           const F part = V::fma(w3, x3, V::fma(w2, x2, V::fma(w1, x1, V::mul(w0, x0))));
-          const F s = per_plane(kMode) > 1 ? V::spread(scales[r].scale + at + per_plane(kMode) * kPlaneIndex, lanes)
-                                           : V::broadcast(scales[r].scale[at + kPlaneIndex]);
+          const F s = D::template spread<kMode>(scales[r].scale + at + per_plane(kMode) * kPlaneIndex, lanes);
           F* sum = kPlaneIndex % 2 ? more : acc;
           sum[r] = V::fma(part, s, sum[r]);
         }

@@ -421,6 +421,39 @@ void add_infinities() {
                    p.w.pack_codes();
                  });
     }
+  // The same where tables are not consecutive, whose largest value less the lowest decides how they are multiplied.
+  for (const int range : {127, 128, 255})
+    for (const int64_t block : {16, 32, 64, 256}) {
+      Form form = integers(4);
+      form.n = 5;
+      form.k = 256;
+      form.block = block;
+      by_methods("special/largest sums/of a range of " + to_string(range) + ", blocks of " + to_string(block), form,
+                 kSignedCodes, [range](Int8Product& p) {
+                   for (int i = 0; i < 16; ++i) p.w.table[i] = static_cast<float>(i * range / 15 - range / 2);
+                   for (int64_t row = 0; row < p.w.rows; ++row)
+                     for (int64_t k = 0; k < p.k; ++k) p.w.codes[row * p.k + k] = row % 2 == 0 ? 15 : 0;
+                   p.w.pack_codes();
+                   for (double& code : p.x) code = -128;
+                 });
+    }
+}
+
+// What one row of x meets in registers: whole segments, with blocks of each share of a vector.
+void add_registers() {
+  for (const int bits : {1, 2, 4, 8})
+    for (const int64_t block : {16, 32, 64, 128, 1024})
+      for (const bool zeros : {false, true}) {
+        Form form = integers(bits);
+        form.k = 1024;
+        form.block = block;
+        form.zero_points = zeros;
+        const std::string name = to_string(bits) + " bits, blocks of " + to_string(block);
+        by_methods("registers/" + name + (zeros ? ", zero points" : ""), form, kSignedCodes);
+        if (zeros || bits == 8) continue;
+        form.table = kAnyIntegers;
+        by_methods("registers/any integers/" + name, form, kOwnScales);
+      }
 }
 
 }  // namespace
@@ -433,4 +466,5 @@ void add_int8_tests() {
   add_layouts();
   add_rounding();
   add_infinities();
+  add_registers();
 }

@@ -111,6 +111,15 @@ EQQ_INLINE Integers integers_of(const Problem& p) {
   return v;
 }
 
+// The largest value of a code less the lowest.
+EQQ_INLINE int32_t largest_code(const Problem& p) {
+  if (p.bits == 8) return 255;
+  const Integers v = integers_of(p);
+  int32_t largest = 0;
+  for (int i = 0; i < 1 << p.bits; ++i) largest = v.table[i] > largest ? v.table[i] : largest;
+  return largest;
+}
+
 template <int kBits>
 EQQ_INLINE void unpack_segment(const uint8_t* bytes, int64_t plane, int shift, uint8_t* out) {
   constexpr uint64_t kMask = 0x0101010101010101u * ((1 << kBits) - 1);

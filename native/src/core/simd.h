@@ -19,7 +19,7 @@
 // Integers: `I`, a vector of L of 32 bits
 //   load_int(p), store(p, a), broadcast_int(a), zero_int(), add, mul, sum(a), to_float(a)
 //   dot(acc, w, x)        acc + the products of the `kGroup` codes of each lane, exactly: two of 16 bits, or
-//                         four bytes; codes of w are unsigned, less `kBias`
+//                         four bytes; codes of w are unsigned, at most `kMostCode`, less `kBias`
 //   spread_int(p, lanes)  as `spread`;  load_int(p, n)   the first n bytes, and zeros; where a vector has over 16 codes
 //   byte_codes<bits>(a, plane), byte_table(p), lookup_bytes(table, codes)     of bytes, if `kInRegisters`
 //
@@ -43,8 +43,9 @@
 //   kScalesTables         whether scaling a table of sixteen is faster than scaling the values of sixteen codes
 //   kLooksUpBytes         whether a table of 256 is faster than converting integers and floats of eight bits
 //   kInt8TileRows, kInt8DotRows, kInt8FewRows    of products of integers: as above
-//   kInRegisters          whether one row of `x` meets codes of integers that are decoded in registers; then
-//                         `kRegisterRows` rows of the weight at a time
+//   kInRegisters          whether one row of `x` meets codes of integers that are decoded in registers, in vectors of
+//   64
+//                         bytes; then `kRegisterRows` rows of the weight at a time
 //   kPacks                whether `x` is quantized and packed by vectors (`int8/pack_avx512.h`)
 #pragma once
 
@@ -62,7 +63,7 @@ struct SimdBase {
   static constexpr bool kInRegisters = false, kPacks = false;
   static constexpr bool (*accepts)(const Problem*) = nullptr;
   static constexpr const MatmulKernel *kOtherMatmul = nullptr, *kOtherDecode = nullptr;
-  static constexpr int kBias = 0;
+  static constexpr int kBias = 0, kMostCode = 255;
   static constexpr int kFusedGroup = 1, kFusedRows = 1, kDirectRows = 2, kMixedRows = 1;
 
   EQQ_INLINE float from_bits(uint32_t bits) {
@@ -81,6 +82,12 @@ struct SimdBase {
     if (value != value) return static_cast<uint16_t>(bits >> 16 | 64);
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
+};
+
+// Where one row of x meets codes in registers: the vocabulary of vectors of 64 bytes, if registers are narrower.
+template <class V>
+struct OneRow {
+  using Vocabulary = V;
 };
 
 }  // namespace

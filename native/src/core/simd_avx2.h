@@ -170,5 +170,76 @@ struct Simd : SimdBase {
   EQQ_INLINE uint16_t one_to_f16(float value) { return _cvtss_sh(value, 0); }
 };
 
+// Two registers as one vector of sixteen lanes, or of 64 bytes, for one row of `x`. Codes are multiplied as bytes.
+struct Pairs : Simd {
+  struct F {
+    __m256 low, high;
+  };
+  struct I {
+    __m256i low, high;
+  };
+  using Lanes = I;
+  static constexpr int L = 16;
+  static constexpr int kGroup = 4, kMostCode = 127;
+  static constexpr bool kInRegisters = true;
+  static constexpr int kRegisterRows = 2;
+
+  EQQ_INLINE F broadcast(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
+  EQQ_INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+  EQQ_INLINE F fma(F a, F b, F c) { return {Simd::fma(a.low, b.low, c.low), Simd::fma(a.high, b.high, c.high)}; }
+  EQQ_INLINE float sum(F a) { return Simd::sum(Simd::add(a.low, a.high)); }
+
+  EQQ_INLINE I load_int(const void* p) {
+    return {Simd::load_int(p), Simd::load_int(static_cast<const uint8_t*>(p) + 32)};
+  }
+  EQQ_INLINE I load_int(const void* p, int64_t n) {
+    uint8_t bytes[64] = {0};
+    memcpy(bytes, p, n);
+    return load_int(bytes);
+  }
+  EQQ_INLINE I zero_int() { return {Simd::zero_int(), Simd::zero_int()}; }
+  EQQ_INLINE I broadcast_int(int32_t a) { return {Simd::broadcast_int(a), Simd::broadcast_int(a)}; }
+  EQQ_INLINE I add(I a, I b) { return {Simd::add(a.low, b.low), Simd::add(a.high, b.high)}; }
+  EQQ_INLINE I mul(I a, I b) { return {Simd::mul(a.low, b.low), Simd::mul(a.high, b.high)}; }
+  EQQ_INLINE int32_t sum(I a) { return Simd::sum(Simd::add(a.low, a.high)); }
+  EQQ_INLINE F to_float(I a) { return {Simd::to_float(a.low), Simd::to_float(a.high)}; }
+  // `vpmaddubsw` does not saturate up to `kMostCode`.
+  EQQ_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i x) {
+    return Simd::dot(acc, _mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
+  }
+  EQQ_INLINE I dot(I acc, I w, I x) { return {dot_half(acc.low, w.low, x.low), dot_half(acc.high, w.high, x.high)}; }
+
+  EQQ_INLINE Lanes lanes(int, int n) { return {Simd::lanes(0, n), Simd::lanes(1, n)}; }
+  EQQ_INLINE F spread(const float* p, Lanes lanes) { return {Simd::spread(p, lanes.low), Simd::spread(p, lanes.high)}; }
+  EQQ_INLINE I spread_int(const int32_t* p, Lanes lanes) {
+    const F a = spread(reinterpret_cast<const float*>(p), lanes);
+    return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)};
+  }
+
+  template <int kBits>
+  EQQ_INLINE I byte_codes(I bytes, int plane) {
+    const __m128i shift = _mm_cvtsi32_si128(plane * kBits);
+    const __m256i mask = _mm256_set1_epi8((1 << (kBits % 8)) - 1);
+    return {_mm256_and_si256(_mm256_srl_epi32(bytes.low, shift), mask),
+            _mm256_and_si256(_mm256_srl_epi32(bytes.high, shift), mask)};
+  }
+  EQQ_INLINE I byte_table(const uint8_t* p) {
+    const __m256i table = _mm256_broadcastsi128_si256(wide(p));
+    return {table, table};
+  }
+  EQQ_INLINE I lookup_bytes(I table, I codes) {
+    return {_mm256_shuffle_epi8(table.low, codes.low), _mm256_shuffle_epi8(table.high, codes.high)};
+  }
+};
+
 }  // namespace
 }  // namespace avx2
+
+namespace {
+
+template <>
+struct OneRow<avx2::Simd> {
+  using Vocabulary = avx2::Pairs;
+};
+
+}  // namespace

@@ -14,20 +14,36 @@ namespace {
 
 template <class V>
 struct Int8Kernels {
-  using W = Int8Weight<V>;
-  static constexpr int L = V::L;
-  static constexpr auto prepare = Int8Prepare<V>::prepare;
+  using Vocabulary = typename OneRow<V>::Vocabulary;
+  using Registers = Int8OneRow<Vocabulary>;
+
+  static bool in_registers(const Int8Problem* problem) {
+    return Registers::in_registers(*problem, runs_of(problem->p));
+  }
 
   static void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
+    in_registers(problem) ? plan_for<Vocabulary>(problem, threads, out) : plan_for<V>(problem, threads, out);
+  }
+
+  static void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t part) {
+    in_registers(problem) ? Int8Prepare<Vocabulary>::prepare(problem, plan, memory, part)
+                          : Int8Prepare<V>::prepare(problem, plan, memory, part);
+  }
+
+  // `U`: the vocabulary of the method.
+  template <class U>
+  static void plan_for(const Int8Problem* problem, int64_t threads, Plan* out) {
+    using W = Int8Weight<U>;
+    constexpr int L = U::L;
     const Problem& p = problem->p;
     const Runs r = runs_of(p);
     Int8Detail d;
-    d.method = p.m <= V::kInt8FewRows ? kFewMethod : kPanelMethod;
+    d.method = p.m <= U::kInt8FewRows ? kFewMethod : kPanelMethod;
     // After few rows of `x` with zero points there is one of ones.
     d.m_padded = d.method == kFewMethod ? p.m + problem->affine : round_up(p.m, L);
     d.row_blocks = d.method == kFewMethod ? 1 : div_up(d.m_padded, kInt8RowBlock);
-    int64_t grain = d.method == kFewMethod ? V::kInt8DotRows : V::kInt8TileRows;
-    if constexpr (V::kInRegisters) grain = Int8OneRow<V>::in_registers(*problem, r) ? V::kRegisterRows : grain;
+    int64_t grain = d.method == kFewMethod ? U::kInt8DotRows : U::kInt8TileRows;
+    if constexpr (U::kInRegisters) grain = in_registers(problem) ? U::kRegisterRows : grain;
     const int64_t most = d.method == kFewMethod ? 64 : round_up(kUnitRows, grain);
     int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
     rows = max64(rows, (int64_t{1} << 18) / max64(p.m * p.k, 1));
@@ -43,9 +59,9 @@ struct Int8Kernels {
     out->parts = p.batch * d.panels;
     out->units = p.batch * d.row_blocks * d.chunks;
     // Decoded rows, and one more to decode in; scales and offsets; sums.
-    const int64_t held = d.method == kFewMethod ? V::kInt8DotRows : rows;
+    const int64_t held = d.method == kFewMethod ? U::kInt8DotRows : rows;
     const int64_t width = d.method == kFewMethod ? d.m_padded * L : min64(d.m_padded, kInt8RowBlock);
-    const int64_t decoded = d.method == kFewMethod ? V::kInt8DotRows : V::kInt8TileRows;
+    const int64_t decoded = d.method == kFewMethod ? U::kInt8DotRows : U::kInt8TileRows;
     d.scale_at = round_up((decoded + 1) * kStepRoom, 64);
     d.partial_at = d.scale_at + 3 * round_up(4 * (decoded + 1) * kRunRoom, 64);
     d.sum_at = d.partial_at + round_up(4 * held * width, 64);
@@ -59,8 +75,8 @@ struct Int8Kernels {
                   batch = unit / d.chunks / d.row_blocks;
     const int64_t first = chunk * d.rows, count = min64(d.rows, problem->p.n - first);
     const char* memory = static_cast<const char*>(shared);
-    if (Int8OneRow<V>::in_registers(*problem, runs_of(problem->p))) {
-      Int8OneRow<V>::run(problem->p, d, memory, batch, first, count);
+    if (in_registers(problem)) {
+      Registers::run(problem->p, d, memory, batch, first, count);
     } else if (d.method == kFewMethod) {
       Int8FewRows<V>::run(*problem, d, memory, static_cast<char*>(own), batch, first, count);
     } else {

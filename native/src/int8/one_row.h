@@ -19,7 +19,7 @@ struct Int8OneRow {
   // Whether all vectors of codes are whole blocks or parts of one, with sums by lanes.
   EQQ_INLINE bool in_registers(const Int8Problem& q, const Runs& r) {
     const Problem& p = q.p;
-    if (!V::kInRegisters || q.affine || p.m != 1 || r.per_block != 1) return false;
+    if (!V::kInRegisters || q.affine || p.m != 1 || r.per_block != 1 || largest_code(p) > V::kMostCode) return false;
     return r.count == 1 || (by_lanes(r) && r.padded == p.k && p.k % (64 * (8 / p.bits)) == 0);
   }
 
@@ -180,7 +180,8 @@ struct Int8OneRow {
     if constexpr (V::kInRegisters) {
       const Integers v = integers_of(p);
       const bool look = v.looks_up || v.shift > 0;
-      auto* rows = rows_in_registers<8, false>;
+      auto* rows = rows_in_registers<1, false>;
+      if constexpr (V::kMostCode == 255) rows = rows_in_registers<8, false>;
       if (p.bits == 4) rows = look ? rows_in_registers<4, true> : rows_in_registers<4, false>;
       if (p.bits == 2) rows = look ? rows_in_registers<2, true> : rows_in_registers<2, false>;
       if (p.bits == 1) rows = look ? rows_in_registers<1, true> : rows_in_registers<1, false>;

@@ -1,5 +1,5 @@
-// One row of x times integers that slabs would unpack first: GGUF's K-quants, integers of 3, 5 and 6 bits, MLX's with
-// offsets. Another path takes what this kernel refuses, so tests also see which numbers of x it accepts.
+// One row of x times integers in registers: GGUF's K-quants, integers of 3, 5 and 6 bits, MLX's with offsets; with AVX2
+// integers of 2 and 4 bits too. Another path takes what this kernel refuses, so tests also see what it accepts.
 #include "unit_product.h"
 
 namespace {
@@ -30,8 +30,8 @@ std::vector<NamedForm> forms() {
                                 {"q4_k", k_quant(4, 32, 6, true)},
                                 {"q5_k", k_quant(5, 32, 6, true)},
                                 {"q6_k", k_quant(6, 16, 7, false)}};
-  for (const int bits : {3, 5, 6})
-    for (const int64_t block : {64, 192, 512, 1088, 5000})
+  for (const int bits : {2, 3, 4, 5, 6})
+    for (const int64_t block : {32, 64, 192, 512, 1088, 5000})
       for (const bool offsets : {false, true}) {
         Form form;
         form.bits = bits;
@@ -65,9 +65,11 @@ int64_t slices_of(const Isa& isa, const Weight& weight, const std::vector<float>
   return slices;
 }
 
-bool has_kernel(const Isa& isa) {
+bool has_kernel(const Isa& isa, const Form& form) {
   const std::string name = isa.name;
-  return name == "avx512vbmi" || name == "amx";
+  if (name == "avx2") return true;
+  const bool is_plain = !is_split(form.bits) && form.scale_bits == 0 && !form.offsets;
+  return (name == "avx512vbmi" || name == "amx") && !is_plain && (form.block != 32 || form.scale_bits > 0);
 }
 
 void add_forms() {
@@ -129,7 +131,7 @@ void add_numbers() {
         std::vector<float> x(form.k);
         for (int64_t k = 0; k < form.k; ++k) x[k] = static_cast<float>(product.x[k] = some.change(product.x[k], k));
         const int64_t slices = slices_of(isa, product.w, x);
-        if (has_kernel(isa) && slices != some.slices)
+        if (has_kernel(isa, form) && slices != some.slices)
           fail("x is %d slices, not %d", static_cast<int>(slices), static_cast<int>(some.slices));
         product.exact_infinities = some.name == "an infinity" && form.offsets;
         product.check(isa);
@@ -166,6 +168,29 @@ void add_small_numbers() {
              for (size_t i = 0; i < product.w.codes.size(); ++i)
                if (!is_small(static_cast<int64_t>(i) % form.k)) product.w.codes[i] = 16;  // means zero
              product.w.pack_codes();
+             product.check(isa);
+           });
+}
+
+// Sums of products of the largest codes and bytes of x, which may not saturate.
+void add_largest() {
+  for (const bool offsets : {false, true})
+    for (const int64_t block : {16, 32, 64, 5000})
+      test("matmul/integer row/largest sums/" + std::string(offsets ? "offsets, " : "") + "blocks of " +
+               to_string(block),
+           [=](const Isa& isa) {
+             Form form = block < 32 ? k_quant(6, block, 6, offsets) : Form();
+             form.bits = 6;
+             form.table = kIntegers;
+             form.k = 1100;
+             form.block = std::min(block, form.k);
+             form.offsets = offsets;
+             Product product(Weight(form), kMethods[0]);
+             for (int i = 0; i < 64 && !offsets; ++i) product.w.table[i] = static_cast<float>(i - 63);
+             for (size_t i = 0; i < product.w.codes.size(); ++i)
+               product.w.codes[i] = static_cast<int64_t>(i) / form.k % 2 == 0 ? 63 : 0;
+             product.w.pack_codes();
+             for (int64_t k = 0; k < form.k; ++k) product.x[k] = ldexp(static_cast<double>(k - (1 << 23)), -20);
              product.check(isa);
            });
 }
@@ -217,5 +242,6 @@ void add_integer_row_tests() {
   add_numbers();
   add_batches();
   add_small_numbers();
+  add_largest();
   add_refusals();
 }

@@ -195,7 +195,7 @@ bool run_problem(const Isa& isa, Problem problem, Pool& pool, int64_t threads) {
   if (problem.batch == 0 || problem.m == 0 || (problem.transpose ? problem.k : problem.n) == 0) return true;
   threads = useful_threads(problem, threads);
   const Slabs slabs(problem, threads);
-  if (const MatmulKernel* packed = slabs.needed() ? find_kernel(isa.slabs->packed, problem) : nullptr) {
+  if (const MatmulKernel* packed = find_kernel(isa.slabs->packed, problem)) {
     const Outcome outcome = run_whole(*packed, problem, pool, threads);
     if (outcome != kRefused) return outcome == kDone;
   }

@@ -14,6 +14,14 @@ constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
+// The bytes of a register: sums over a loop in wider vectors would go through memory.
+#if defined(__AVX512F__)
+constexpr int kRegister = 64;
+#elif defined(__AVX__)
+constexpr int kRegister = 32;
+#else
+constexpr int kRegister = 16;
+#endif
 // Sixty-four bytes. Shifted as eight integers, they are masked as bytes.
 typedef uint64_t Segment __attribute__((vector_size(64), aligned(1), may_alias));
 

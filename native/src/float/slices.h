@@ -3,15 +3,9 @@
 
 #include "core/arrays_avx512.h"
 #include "core/runs.h"
+#include "core/slices.h"
 
 namespace {
-
-// The integer for the amax, of `slices` slices, with room for rounding.
-constexpr float largest_of(int64_t slices) { return slices == 2 ? 32600 : slices == 3 ? 8355000 : 2139000000; }
-
-// Smaller integers keep few bits; integers below the second bound hardly any.
-constexpr int few_bits_of(int64_t slices) { return slices == 2 ? 1 << 7 : 1 << 16; }
-constexpr int hardly_any_of(int64_t slices) { return slices == 2 ? 1 << 5 : 1 << 12; }
 
 // The power of two whose product with the table is integers of a byte, or 0 if there is none.
 EQQ_INLINE int64_t integer_factor(const Problem& p) {

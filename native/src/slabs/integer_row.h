@@ -1,24 +1,30 @@
-// One row of x times integers of two to six bits whose codes lie in several bytes, or whose scales are codes, as in
-// GGUF's K-quants: rows of the weight are decoded and multiplied in registers, in integers.
+// One row of x times integers of two to six bits: rows of the weight are decoded and multiplied in registers, in
+// integers. With AVX-512 only those whose codes lie in several bytes, or whose scales are codes, as in GGUF's K-quants;
+// others are as fast in floats.
 //
 // x is rounded to 24 or 31 bits, whose bytes are called slices, and codes are multiplied by each (Ozaki's scheme,
 // https://arxiv.org/abs/2306.11975). Sums of four products fit in 16 bits, so that integer scales are a second product.
 // Sums are exact within a span: one or four planes (64 or 256 numbers) with one float scale of the weight and one of x.
 #pragma once
 
+#include "float/arrays.h"
 #include "slabs/offsets.h"
 #include "slabs/scales.h"
 #include "slabs/trellis_slices.h"
 
+#if defined(__AVX512VBMI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#include "core/slices.h"
 #if defined(__AVX512VBMI__)
-#include "float/slices.h"
+#include "slabs/row_registers_avx512.h"
+#else
+#include "slabs/row_registers_avx2.h"
+#endif
 
 namespace {
 
 struct IntegerRow {
   using S = EQQUANT_ISA::Simd;
-  using I = __m512i;
-  using F = __m512;
+  using R = RowRegisters;
   static constexpr int64_t kRowsOfUnit = 16;
   static constexpr int64_t kLeast = 256;    // the sums of shorter rows have few roundings anyway
   static constexpr int64_t kLongSpan = 4;   // planes of a span, unless it has one
@@ -44,15 +50,21 @@ struct IntegerRow {
     return low >= -256 && low <= 256 && low == static_cast<float>(static_cast<int>(low)) && is_consecutive(table, bits);
   }
 
+  // Whether each half of a plane has a float scale.
+  static bool has_halves(const Problem& p) {
+    return R::kHalves && p.scale_codes == nullptr && p.blocks > 1 && p.block_size == kPlane / 2;
+  }
+
   static bool accepts(const Problem* problem) {
     const Problem& p = *problem;
     if (p.codec != nullptr || p.m != 1 || p.transpose || p.k < kLeast || p.bits < 2 || p.bits > 6 ||
         p.zero_point != nullptr || p.x_column != 1 || (p.offset != nullptr && p.x_type != kFloat32))
       return false;
+    const bool is_plain = !is_split(p.bits) && p.scale_codes == nullptr && p.offset == nullptr;
     const float low = p.table[0];
-    if (!has_integers(p.table, p.bits)) return false;
+    if ((is_plain && !R::kPlain) || !has_integers(p.table, p.bits)) return false;
     if (p.offset == nullptr && (low > 0 || low <= -static_cast<float>(1 << p.bits))) return false;
-    if (p.scale_codes == nullptr) return p.blocks <= 1 || p.block_size % kPlane == 0;
+    if (p.scale_codes == nullptr) return p.blocks <= 1 || p.block_size % kPlane == 0 || has_halves(p);
     return (p.block_size == 16 || p.block_size == 32) && p.scale_block_size * p.block_size == kLongSpan * kPlane &&
            has_integers(p.scale_table, p.scale_bits) && p.scale_table[0] >= -128 && p.scale_table[0] <= 128;
   }
@@ -98,35 +110,57 @@ struct IntegerRow {
   // x
   //
 
-  // Numbers of a span as `kX` slices: of each plane the bytes of a slice, and for each four numbers what `vpdpbusd`
-  // starts from, minus their sum times `zero`. Returns whether so many slices are enough.
+  // Sixty-four numbers of x, from element `at` on, of which `count` are real.
+  static void read_plane(const Problem& p, int64_t at, int64_t count, float* out) {
+    using A = Arrays<S>;
+    count = min64(count, kPlane);
+    for (int64_t i = max64(count, 0); i < kPlane; ++i) out[i] = 0;
+    if (p.x_type == kFloat32) {
+      memcpy(out, static_cast<const float*>(p.x) + at, 4 * max64(count, 0));
+    } else if (p.x_type == kBFloat16) {
+      for (int64_t i = 0; i < count; ++i) out[i] = A::template read<kBFloat16>(p.x, at + i);
+    } else {
+      for (int64_t i = 0; i < count; ++i) out[i] = A::template read<kFloat16>(p.x, at + i);
+    }
+  }
+
+  // Numbers of a span as `kX` slices: of each plane the bytes of a slice, and what sums of some products start from,
+  // minus the sum of these bytes times `zero`. Returns whether so many slices are enough.
   template <int kX>
-  static bool pack_span(const Problem& p, const Detail& d, int64_t from, int64_t first, int64_t last, F inverse,
+  static bool pack_span(const Problem& p, const Detail& d, int64_t from, int64_t first, int64_t last, float inverse,
                         uint8_t* out) {
-    int64_t some = 0, few = 0, hardly_any = 0;
+    constexpr uint32_t kFlip = 0x80808080;  // a carry makes signed bytes of unsigned ones
+    int some = 0, few = 0, hardly_any = 0;
     bool lost = false;
     for (int64_t k = first; k < last; k += kPlane, out += kX * 128) {
-      for (int64_t i = 0; i < kPlane; i += 16) {
-        const F values = k + i < p.k ? load_some(p.x, p.x_type, from + k + i, first_few(p.k - k - i)) : F{};
-        const I numbers = _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse)), sizes = _mm512_abs_epi32(numbers);
-        const __mmask16 real = _mm512_cmp_ps_mask(values, _mm512_setzero_ps(), _CMP_NEQ_OQ);
-        const auto below = [&](int bound) {
-          return __builtin_popcount(_mm512_mask_cmplt_epu32_mask(real, sizes, _mm512_set1_epi32(bound)));
-        };
-        some += __builtin_popcount(real);
-        const int64_t few_of_16 = below(few_bits_of(kX));
+      float values[kPlane];
+      uint32_t numbers[kPlane];
+      read_plane(p, from + k, p.k - k, values);
+      for (int part = 0; part < kPlane; part += 16) {
+        int few_of_16 = 0;
+        for (int i = part; i < part + 16; ++i) {
+          const int32_t number = static_cast<int32_t>(__builtin_rintf(values[i] * inverse));
+          const int32_t size = number < 0 ? -number : number;
+          const bool real = values[i] != 0;
+          some += real;
+          few_of_16 += real && size < few_bits_of(kX);
+          hardly_any += real && size < hardly_any_of(kX);
+          numbers[i] = (static_cast<uint32_t>(number) + kFlip) ^ kFlip;
+        }
         few += few_of_16;
-        hardly_any += below(hardly_any_of(kX));
         lost = lost || few_of_16 > 8;  // a row of the weight may multiply only those
-        const I slices = fours_in_order(slices_apart(numbers));
-        alignas(64) uint8_t bytes[64];
-        _mm512_store_si512(bytes, slices);
-        for (int slice = 0; slice < kX; ++slice) memcpy(out + 128 * slice + i, bytes + 16 * slice, 16);
       }
       for (int slice = 0; slice < kX; ++slice) {
-        const I sums =
-            _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_loadu_si512(out + 128 * slice));
-        _mm512_storeu_si512(out + 128 * slice + 64, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-d.zero)));
+        int8_t bytes[kPlane];
+        typename R::Start starts[kPlane / R::kTogether];
+        for (int i = 0; i < kPlane; ++i) bytes[i] = static_cast<int8_t>(numbers[i] >> 8 * slice);
+        for (int i = 0; i < kPlane / R::kTogether; ++i) {
+          int32_t sum = 0;
+          for (int j = 0; j < R::kTogether; ++j) sum += bytes[R::kTogether * i + j];
+          starts[i] = static_cast<typename R::Start>(-d.zero * sum);
+        }
+        memcpy(out + 128 * slice, bytes, 64);
+        memcpy(out + 128 * slice + 64, starts, 64);
       }
     }
     return !lost && few <= some / 8 && hardly_any <= some / 64 + 4;
@@ -139,14 +173,19 @@ struct IntegerRow {
     uint8_t* slices = reinterpret_cast<uint8_t*>(shared + d.slices);
     for (int64_t i = 0; i < d.spans; ++i) {
       const int64_t first = i * d.span * kPlane, last = min64(first + d.span * kPlane, d.planes * kPlane);
-      I most = _mm512_setzero_si512();
-      for (int64_t k = first; k < min64(last, p.k); k += 16) {
-        most = larger_magnitudes(most, load_some(p.x, p.x_type, from + k, first_few(p.k - k)));
+      uint32_t most = 0;  // magnitudes, as bits, are in their order, and NaN is the largest
+      for (int64_t k = first; k < last; k += kPlane) {
+        float values[kPlane];
+        read_plane(p, from + k, p.k - k, values);
+        for (int j = 0; j < kPlane; ++j) {
+          const uint32_t magnitude = S::to_bits(values[j]) & 0x7fffffff;
+          most = magnitude > most ? magnitude : most;
+        }
       }
-      const float amax = S::from_bits(_mm512_reduce_max_epu32(most));
+      const float amax = S::from_bits(most);
       if (amax != 0 && !(amax <= kRange && amax >= 1 / kRange)) return false;
       scales[i] = amax / largest_of(kX);
-      const F inverse = _mm512_set1_ps(amax == 0 ? 0 : largest_of(kX) / amax);
+      const float inverse = amax == 0 ? 0 : largest_of(kX) / amax;
       if (!pack_span<kX>(p, d, from, first, last, inverse, slices + i * d.span * kX * 128)) return false;
     }
     return true;
@@ -167,6 +206,14 @@ struct IntegerRow {
   // The weight
   //
 
+  // GCC converts integers of a loop one by one, but not those of a vector.
+  typedef float EightFloats __attribute__((vector_size(32)));
+  EQQ_INLINE EightFloats eight_floats(const int16_t* integers) {
+    typedef int16_t Short __attribute__((vector_size(16)));
+    typedef int32_t Long __attribute__((vector_size(32)));
+    return __builtin_convertvector(__builtin_convertvector(load_vector<Short>(integers), Long), EightFloats);
+  }
+
   // The memory of a thread: what a row is multiplied by.
   struct Scales {
     float *of_spans, *offsets, *of_blocks;
@@ -178,17 +225,31 @@ struct IntegerRow {
           integer_scales(reinterpret_cast<int16_t*>(of_blocks + scale_room(p, d))),
           integer_offsets(integer_scales + integer_room(d)) {}
 
-    // Of a row: a scale for each span, and integer scales.
-    void fetch(const Problem& p, const Detail& d, int64_t row) const {
-      if (p.scale_codes == nullptr) {
-        EQQUANT_ISA::decode_scales(&p, row, 0, p.blocks, of_blocks);
-        const int64_t repeated = p.blocks <= 1 ? d.spans : p.block_size / (d.span * kPlane);
-        for (int64_t block = 0, span = 0; block < p.blocks; ++block)
-          for (int64_t i = 0; i < repeated && span < d.spans; ++i) of_spans[span++] = of_blocks[block];
-        return;
+    // The scales of the spans of a row, and its integer scales. Floats that lie in memory one for each span are read
+    // there.
+    const float* fetch(const Problem& p, const Detail& d, int64_t row) const {
+      if (p.scale_codes != nullptr) {
+        decode_nested(p, p.scale, p.row_scale, row, of_spans);
+        unpack_integers(p, d, p.scale_codes, row, integer_scales);
+        return of_spans;
       }
-      decode_nested(p, p.scale, p.row_scale, row, of_spans);
-      unpack_integers(p, d, p.scale_codes, row, integer_scales);
+      const bool halves = has_halves(p);
+      if (p.blocks == (halves ? 2 * d.spans : d.spans)) {
+        if (p.scale_kind == kScaleFloat32 && p.row_scale == nullptr)
+          return static_cast<const float*>(p.scale) + row * p.blocks;
+        EQQUANT_ISA::decode_scales(&p, row, 0, p.blocks, of_spans);
+        return of_spans;
+      }
+      EQQUANT_ISA::decode_scales(&p, row, 0, p.blocks, of_blocks);
+      if (halves) {  // the last one is alone
+        memcpy(of_spans, of_blocks, 4 * p.blocks);
+        of_spans[p.blocks] = 0;
+        return of_spans;
+      }
+      const int64_t repeated = p.blocks <= 1 ? d.spans : p.block_size / (d.span * kPlane);
+      for (int64_t block = 0, span = 0; block < p.blocks; ++block)
+        for (int64_t i = 0; i < repeated && span < d.spans; ++i) of_spans[span++] = of_blocks[block];
+      return of_spans;
     }
 
     // Scales of scales of a row, one for each span, and a zero, as padding.
@@ -218,124 +279,71 @@ struct IntegerRow {
     float multiply_offsets(const Problem& p, const Detail& d, int64_t row, const float* sums) const {
       if (p.scale_codes == nullptr) {
         scales_of_rows(&p, true, true, row, 1, 0, p.blocks, offsets, nullptr);
+        EQQUANT_ISA::decode_scales(&p, row, 0, p.blocks, of_blocks);
         add_multiple(of_blocks, p.blocks, d.middle, offsets);
         float result;
         multiply_sums<1>(&offsets, sums, p.blocks, &result);
         return result;
       }
-      decode_nested(p, p.offset, nullptr, row, offsets);
+      decode_nested(p, p.offset, nullptr, row, of_blocks);
       unpack_integers(p, d, p.offset_codes, row, integer_offsets);
-      const int64_t in_span = kLongSpan * kPlane / p.block_size, step = 16 / in_span;  // spans that 16 blocks fill
-      const I places =
-          in_span == 16 ? _mm512_setzero_si512() : _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-      const auto load = [](const int16_t* from) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
-      };
-      F sum = _mm512_setzero_ps();
-      for (int64_t block = 0, span = 0; block < p.blocks; block += 16, span += step) {
-        const F scale = _mm512_permutexvar_ps(places, _mm512_loadu_ps(of_spans + span)),
-                of_offset = _mm512_permutexvar_ps(places, _mm512_loadu_ps(offsets + span));
-        const F some = _mm512_mul_ps(load(integer_scales + block), _mm512_mul_ps(scale, _mm512_set1_ps(d.middle)));
-        sum = _mm512_fmadd_ps(_mm512_fmadd_ps(load(integer_offsets + block), of_offset, some),
-                              _mm512_loadu_ps(sums + block), sum);
+      const int64_t in_span = kLongSpan * kPlane / p.block_size;  // 8 or 16
+      for (int64_t block = 0; block < p.blocks; block += 8) {
+        const float scale = of_spans[block / in_span] * d.middle, of_offset = of_blocks[block / in_span];
+        store_vector(offsets + block,
+                     eight_floats(integer_scales + block) * scale + eight_floats(integer_offsets + block) * of_offset);
       }
-      return _mm512_reduce_add_ps(sum);
+      float result;
+      multiply_sums<1>(&offsets, sums, p.blocks, &result);
+      return result;
     }
   };
 
-  // The sums of a span, and the total of the row so far.
-  template <int kX>
-  struct Sums {
-    I slices[kX];
-    F total;
-
-    EQQ_INLINE void clear(Sums& a) {
-      for (int i = 0; i < kX; ++i) a.slices[i] = _mm512_setzero_si512();
-    }
-    EQQ_INLINE void end_span(Sums& a, float scale, float of_x) {
-      F sum = _mm512_cvtepi32_ps(a.slices[kX - 1]);
-#pragma GCC unroll 4
-      for (int i = kX - 2; i >= 0; --i)
-        sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(256), _mm512_cvtepi32_ps(a.slices[i]));
-      a.total = _mm512_fmadd_ps(_mm512_mul_ps(sum, _mm512_set1_ps(of_x)), _mm512_set1_ps(scale), a.total);
-      clear(a);
-    }
-  };
-
-  // A plane of codes. `scales` has an integer in the lower half of each lane, if `kScales`.
-  template <int kX, bool kScales>
-  EQQ_INLINE void multiply_plane(I codes, I scales, const uint8_t* x, Sums<kX>& a) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kX; ++i) {
-      const I bytes = _mm512_loadu_si512(x + 128 * i), start = _mm512_loadu_si512(x + 128 * i + 64);
-      a.slices[i] = kScales ? _mm512_dpwssd_epi32(a.slices[i], _mm512_dpbusd_epi32(start, codes, bytes), scales)
-                            : _mm512_dpbusd_epi32(_mm512_add_epi32(a.slices[i], start), codes, bytes);
-    }
-  }
-
-  // Which integer scale the lower half of each lane takes, of `count` in a plane. Upper halves take element 31, a zero.
-  static I places_of(int64_t plane, int64_t count) {
-    alignas(64) int16_t places[32];
-    for (int64_t lane = 0; lane < 16; ++lane) {
-      places[2 * lane] = static_cast<int16_t>(plane * count + lane * count / 16);
-      places[2 * lane + 1] = 31;
-    }
-    return _mm512_load_si512(places);
-  }
-
-  // `kPerPlane`: integer scales of a plane, or 0.
-  template <int kBits, int kX, int kPerPlane, int64_t kSpan>
+  // `kPerPlane`: integer scales of a plane, or 0. `kHalf`: whether its halves have float scales.
+  template <int kBits, int kX, int kPerPlane, int64_t kSpan, bool kHalf = false>
   static void multiply_rows(const Problem& p, const Detail& d, int64_t row, int64_t count, const Row* packed, void* own,
                             float* out) {
+    using Sums = typename R::template Sums<kX, kPerPlane, kHalf>;
     constexpr int64_t kInSegment = 8 / (kBits & -kBits), kSize = kInSegment * 8 * kBits;
     constexpr int64_t kChunk = kInSegment > kSpan ? kInSegment : kSpan;
     const Scales scales(p, d, own);
     const uint8_t* const limit = p.codes + rows_of(p) * p.words;
     const uint8_t* const slices = reinterpret_cast<const uint8_t*>(packed) + d.slices;
     const float* const sums = reinterpret_cast<const float*>(reinterpret_cast<const char*>(packed) + d.sums);
-    I places[kLongSpan];
-    for (int64_t i = 0; i < kLongSpan; ++i) places[i] = places_of(i, kPerPlane);
+    const R registers = R::template make<kPerPlane>();
     for (int64_t r = 0; r < count; ++r) {
-      scales.fetch(p, d, row + r);
+      const float *scale = scales.fetch(p, d, row + r), *of_x = span_scales(packed);
       const uint8_t *bytes = p.codes + (row + r) * p.words, *x = slices;
       const int16_t* integers = scales.integer_scales;
-      const float *scale = scales.of_spans, *of_x = span_scales(packed);
-      Sums<kX> a;
-      a.total = _mm512_setzero_ps();
-      Sums<kX>::clear(a);
-      const auto load_integers = [&]() __attribute__((always_inline)) {
-        const I some =
-            kPerPlane == 4   ? _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(integers)))
-            : kPerPlane == 2 ? _mm512_zextsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(integers)))
-                             : _mm512_setzero_si512();
-        integers += kPerPlane * kLongSpan;
-        return some;
+      Sums a;
+      Sums::begin(a);
+      typename R::Integers some = R::template load_integers<kPerPlane>(integers);
+      const auto multiply = [&](typename R::Codes codes, int64_t plane, bool ends) __attribute__((always_inline)) {
+        if (plane % kSpan == 0) {
+          some = R::template load_integers<kPerPlane>(integers);
+          integers += kPerPlane * kLongSpan;
+        }
+        Sums::add(a, registers, codes, some, plane % kSpan, x);
+        x += 128 * kX;
+        if (!ends) return;
+        Sums::end_span(a, scale, *of_x++);
+        scale += kHalf ? 2 : 1;
       };
-      I some = _mm512_setzero_si512();
       int64_t left = p.k;
       for (; left >= kChunk * kPlane; left -= kChunk * kPlane, bytes += kChunk / kInSegment * kSize) {
         for (int64_t line = 0; line < kChunk / kInSegment * kSize; line += 64) S::prefetch(bytes + line + kAhead);
 #pragma GCC unroll 8
-        for (int64_t i = 0; i < kChunk; ++i, x += 128 * kX) {
-          if (i % kSpan == 0) some = load_integers();
-          const Segment codes = unpack_plane<kBits>(bytes + i / kInSegment * kSize, i % kInSegment);
-          I all;
-          memcpy(&all, &codes, sizeof all);
-          multiply_plane<kX, kPerPlane != 0>(all, _mm512_permutexvar_epi16(places[i % kSpan], some), x, a);
-          if (i % kSpan == kSpan - 1) Sums<kX>::end_span(a, *scale++, *of_x++);
-        }
+        for (int64_t i = 0; i < kChunk; ++i)
+          multiply(R::template codes_of_plane<kBits>(bytes + i / kInSegment * kSize, i % kInSegment), i,
+                   i % kSpan == kSpan - 1);
       }
       if (left > 0) {
         uint8_t rest[kMostCodes + 2 * kPlane] = {0};
         unpack_rows<kBits>(bytes, limit, left, 0, left, 1, rest, 0);
-        for (int64_t i = 0; i * kPlane < left; ++i, x += 128 * kX) {
-          if (i % kSpan == 0) some = load_integers();
-          multiply_plane<kX, kPerPlane != 0>(_mm512_loadu_si512(rest + i * kPlane),
-                                             _mm512_permutexvar_epi16(places[i % kSpan], some), x, a);
-          if (i % kSpan == kSpan - 1 || (i + 1) * kPlane >= left) Sums<kX>::end_span(a, *scale++, *of_x++);
-        }
+        for (int64_t i = 0; i * kPlane < left; ++i)
+          multiply(R::load_codes(rest + i * kPlane), i, i % kSpan == kSpan - 1 || (i + 1) * kPlane >= left);
       }
-      out[r] = _mm512_reduce_add_ps(a.total);
+      out[r] = Sums::sum(a);
       if (p.offset != nullptr) out[r] += scales.multiply_offsets(p, d, row + r, sums);
     }
   }
@@ -350,11 +358,12 @@ struct IntegerRow {
     by_count<6, 2>(p.bits, [&](auto bits) {
       by_count<4, 3>(packed->slices, [&](auto slices) {
         constexpr int kBits = decltype(bits)::value, kX = decltype(slices)::value;
-        const auto multiply =
-            p.scale_codes == nullptr
-                ? (d.span == 1 ? multiply_rows<kBits, kX, 0, 1> : multiply_rows<kBits, kX, 0, kLongSpan>)
-            : p.block_size == 16 ? multiply_rows<kBits, kX, 4, kLongSpan>
-                                 : multiply_rows<kBits, kX, 2, kLongSpan>;
+        auto multiply = p.scale_codes == nullptr
+                          ? (d.span == 1 ? multiply_rows<kBits, kX, 0, 1> : multiply_rows<kBits, kX, 0, kLongSpan>)
+                      : p.block_size == 16 ? multiply_rows<kBits, kX, 4, kLongSpan>
+                                           : multiply_rows<kBits, kX, 2, kLongSpan>;
+        if constexpr (R::kHalves)
+          if (has_halves(p)) multiply = multiply_rows<kBits, kX, 0, 1, true>;
         multiply(p, d, first_row(&p, batch) + first, count, packed, own, results);
       });
     });
@@ -365,6 +374,16 @@ struct IntegerRow {
 
 constexpr MatmulKernel kIntegerRow = {IntegerRow::plan,    IntegerRow::prepare,        IntegerRow::run,
                                       IntegerRow::accepts, IntegerRow::accepts_packed, kPackedTrellis};
+
+constexpr const MatmulKernel* kOneRow = &kIntegerRow;
+
+}  // namespace
+
+#else
+
+namespace {
+
+constexpr const MatmulKernel* kOneRow = kPackedTrellis;
 
 }  // namespace
 

@@ -34,15 +34,9 @@ void zeros_of_rows(const Problem* problem, int64_t row, int64_t rows, int64_t fi
     }
 }
 
-#if defined(__AVX512VBMI__)
-constexpr const MatmulKernel* kPacked = &kIntegerRow;
-#else
-constexpr const MatmulKernel* kPacked = kPackedTrellis;
-#endif
-
 }  // namespace
 
 namespace EQQUANT_ISA {
 extern const SlabKernel kSlabs = {join_rows,   zeros_of_rows, scales_of_rows,          add_multiple,
-                                  sums_of_row, add_products,  add_products_transposed, kPacked};
+                                  sums_of_row, add_products,  add_products_transposed, kOneRow};
 }

@@ -36,19 +36,15 @@ void sums_of_row(const Problem* problem, int64_t batch, int64_t m, float* out) {
 // Products of `kRows` rows of offsets with one row of sums of x.
 template <int kRows>
 EQQ_INLINE void multiply_sums(const float* const* rows, const float* sums, int64_t blocks, float* out) {
-  typedef float Register __attribute__((vector_size(kRegister)));
-  constexpr int kParts = sizeof(Floats) / sizeof(Register), kWidth = kLanes / kParts;
-  Register all[kRows][kParts] = {};
+  Floats all[kRows] = {};
   int64_t i = 0;
-  for (; i + kLanes <= blocks; i += kLanes)
+  for (; i + kLanes <= blocks; i += kLanes) {
+    const Floats some = load_floats(sums + i);
 #pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part) {
-      const Register some = load_vector<Register>(sums + i + part * kWidth);
+    for (int r = 0; r < kRows; ++r) all[r] += load_floats(rows[r] + i) * some;
+  }
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) all[r][part] += load_vector<Register>(rows[r] + i + part * kWidth) * some;
-    }
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r) out[r] = sum_of(load_vector<Floats>(all[r]));
+  for (int r = 0; r < kRows; ++r) out[r] = sum_of(all[r]);
   for (; i < blocks; ++i)
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) out[r] += rows[r][i] * sums[i];

@@ -22,10 +22,11 @@ EQQ_INLINE const uint8_t* some_of(const uint8_t* packed, const uint8_t* limit, i
 // `size` is 8 or a multiple of the vector length, and the first code begins a block. `out` has room for a vector more.
 EQQ_INLINE void scale_integers(const uint8_t* codes, int64_t count, float low, const float* factors, int64_t size,
                                float* out) {
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   // A loop of its own: GCC converts vectors of bytes one by one.
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(codes[i]) + low;
-  if (size == 8) {
+  if (size < kLanes) {
+    Ints lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
     for (int64_t i = 0; i < count; i += kLanes, factors += 2) {
       const Floats factor = lane < 8 ? Floats{} + factors[0] : Floats{} + factors[1];
       store_vector(out + i, load_floats(out + i) * factor);

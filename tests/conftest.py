@@ -12,6 +12,8 @@ import jax
 import jax.random as jr
 import pytest
 
+from . import annotations  # noqa: F401, whose checks `--jaxtyping-packages` names
+
 
 jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for meshes
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from beartype.roar import BeartypeCallHintViolation, BeartypeDecorHintException
 
+from .annotations import checked, CHECKS
 from .conftest import COMPILED, sample
 
 
@@ -50,6 +52,35 @@ def test_commands_of_the_readme():
 def test_nothing_is_compiled_while_tests_are_collected(pytestconfig):
     """Every process of pytest collects every test. So arrays of a module belong in functions, or to NumPy."""
     assert pytestconfig.stash[COMPILED] == []
+
+
+def test_annotations_are_checked_when_a_function_is_called():
+    def function(x: int) -> str:
+        return "" if x else x
+
+    check = checked(function)
+    assert check(1) == ""
+    for x in (0, "1"):
+        with pytest.raises(BeartypeCallHintViolation):
+            check(x)
+
+
+def test_a_wrong_annotation_is_an_error():
+    def function(x: "3 + 4"): ...
+
+    with pytest.raises(BeartypeDecorHintException):
+        checked(function)(7)
+
+
+@pytest.mark.long
+def test_all_annotations_are_types(pytestconfig):
+    """Those of functions that no test calls too."""
+    import eqquant  # noqa: F401
+
+    checks = list(CHECKS)
+    assert bool(checks) == bool(pytestconfig.option.jaxtyping_packages)
+    for make in checks:
+        make()
 
 
 @pytest.mark.parametrize("runs", [1, 2, 10])

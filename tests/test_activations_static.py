@@ -1,6 +1,7 @@
 """Static scales of activations: from calibration, one for each layer, and inside of kernels."""
 
 import functools as ft
+import operator
 
 import equinox as eqx
 import jax
@@ -53,7 +54,7 @@ def test_static_scales(getkey, model, calibrator):
         np.testing.assert_allclose(w.zero_point, jnp.round(-inputs.min() / step))
         zero = w.zero_point.astype(jnp.float32)
         values = (jnp.clip(jnp.round(x / w.scale) + zero, 0, 255) - zero) * w.scale
-        close(x @ w.T, values, w.dequantize())
+        close(jax.jit(operator.matmul)(x, w.T), values, w.dequantize())
     assert "from calibration" in eqq.summary(q).leaves[0].reason
     grads = eqx.filter_jit(eqq.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x))))(q)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
@@ -169,18 +170,18 @@ def test_functions_of_quax_with_a_scale_for_each_layer(getkey):
 def test_each_layer_of_a_stack_multiplies_its_operand(getkey):
     q = eqq.quantize(weights(getkey(), (3, 8, 32)), "int8")
     w = eqq.arrays.ActivationQuantizedArray(q, "int8", jnp.array([0.01, 0.03, 0.1]))
-    layers = [jax.tree.map(lambda a, n=n: a[n], w) for n in range(3)]
+    layers, product = [jax.tree.map(lambda a, n=n: a[n], w) for n in range(3)], jax.jit(operator.matmul)
 
     def multiply(n, x):
-        return np.stack([multiply(n, part) for part in x]) if x.ndim > 2 else np.asarray(layers[n] @ x)
+        return np.stack([multiply(n, part) for part in x]) if x.ndim > 2 else np.asarray(product(layers[n], x))
 
     for shape in ((3, 3, 32, 5), (4, 3, 32, 5), (4, 1, 32, 5), (3, 32, 5), (1, 32, 5), (32, 5), (32,)):
         x = np.asarray(weights(getkey(), shape))
         take_layer = lambda n, x=x: x if x.ndim < 3 else x[..., n % x.shape[-3], :, :]
         expected = np.stack([multiply(n, take_layer(n)) for n in range(3)], -2 if x.ndim < 2 else -3)
-        np.testing.assert_allclose(w @ jnp.asarray(x), expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(product(w, x), expected, rtol=1e-5, atol=1e-5)
         if x.ndim > 1:
-            np.testing.assert_allclose(jnp.asarray(x.mT) @ w.mT, expected.mT, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(product(x.mT, w.mT), expected.mT, rtol=1e-5, atol=1e-5)
     one, x = jax.tree.map(lambda a: a[1:2], w), weights(getkey(), (3, 32, 5))
     np.testing.assert_allclose(one @ x, layers[1] @ x, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError):

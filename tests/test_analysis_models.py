@@ -626,7 +626,7 @@ X = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
 @pytest.mark.long
 def test_a_loss_must_use_its_model(model):
     with pytest.raises(ValueError, match="`loss` must use the model that it is given. Got the same value"):
-        analysis.sensitivity(model, lambda _, x: jnp.mean(jax.vmap(model)(x) ** 2), X)
+        analysis.sensitivity(model, lambda _, x: jnp.mean(jax.vmap(model)(x) ** 2), X, ("int4", "int8"))
 
 
 @pytest.mark.parametrize("value", [None, {"loss": 1.0}, np.ones(2), 1j])

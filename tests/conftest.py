@@ -76,8 +76,19 @@ def pytest_collection(session):
         jax.monitoring.unregister_event_duration_listener(record)
 
 
-@pytest.hookimpl(trylast=True)  # after `-m`
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    """Keeps a sample: before pytest and plugins order all items, which takes a second; or after `-k` and `-m`."""
+    chosen = config.option.keyword or config.option.markexpr
+    if not chosen:
+        keep_sample(config, items)
+    result = yield
+    if chosen:
+        keep_sample(config, items)
+    return result
+
+
+def keep_sample(config, items):
     """Keeps one in `--every` cases of each test; of slow cases one in twice as many.
 
     A test of fewer cases runs one each time, unless it is `long`: then one in `--every` runs; or `daily`: then all.

@@ -1,6 +1,7 @@
 """The documentation of each public name: an example, shapes of arrays, types of signatures; and no name of before."""
 
 import ast
+import functools as ft
 import inspect
 import operator
 import pydoc
@@ -14,11 +15,17 @@ import eqquant as eqq
 from .test_architecture import class_names, find_definition, MODULES, parse_nodes, PUBLIC, ROOT
 
 
-PUBLIC_NODES = {name: find_definition(*name.rpartition(".")[::2])[1] for name in PUBLIC}
-PUBLIC_NODES = {name: node for name, node in PUBLIC_NODES.items() if node is not None}  # the others are types
+DEFINED = [name for name in PUBLIC if name != "ArrayOrQuantized"]  # which is an alias of a type
 # Annotations that stand for arrays, and words by which a text says something of their shapes and dtypes.
 ARRAY = re.compile(r"\b(Array|ArrayLike|Bool|Float|Float32|Int|Int32|ndarray|Num|Shaped|UInt|UInt8|UInt32)\b")
 SHAPE = re.compile(r"shape|dtype|ax[ie]s|dimension|scalar|float32|float64|u?int\d|bool|number|rows|floating|`\(|\(\*")
+
+
+@ft.cache
+def definition(name):
+    """The statement that defines a public name."""
+    package, _, last = name.rpartition(".")
+    return find_definition(package, last)[1]
 
 
 def constructor(node):
@@ -31,7 +38,7 @@ def docstring(node):
 
 
 def has_example(name):
-    return "```python" in docstring(PUBLIC_NODES[name])
+    return "```python" in docstring(definition(name))
 
 
 def annotations(node):
@@ -43,11 +50,11 @@ def annotations(node):
     return {a.arg: ast.unparse(a.annotation) for a in arguments if a.annotation is not None}
 
 
-@pytest.mark.parametrize("name", PUBLIC_NODES)
+@pytest.mark.parametrize("name", DEFINED)
 def test_an_example(name):
     """Each public name has one, or links to a name that has one, or to a page."""
-    doc = docstring(PUBLIC_NODES[name])
-    linked = [link for link in re.findall(r"\[`eqquant\.([\w.]+)`\]\[\]", doc) if link in PUBLIC_NODES]
+    doc = docstring(definition(name))
+    linked = [link for link in re.findall(r"\[`eqquant\.([\w.]+)`\]\[\]", doc) if link in DEFINED]
     assert has_example(name) or any(map(has_example, linked)) or re.search(r"\]\([^)]*\.md", doc)
 
 
@@ -60,10 +67,10 @@ def text_of_bullet(doc, name):
 STATE = {("extend.AbstractCalibrator", "finite"), ("extend.AbstractCalibrator", "batches")}
 
 
-@pytest.mark.parametrize("name", PUBLIC_NODES)
+@pytest.mark.parametrize("name", DEFINED)
 def test_arrays_have_shapes(name):
     """Whatever is an array, argument, field or result, has words about its shape or dtype."""
-    node = PUBLIC_NODES[name]
+    node = definition(name)
     doc = docstring(node)
     for argument, annotation in annotations(node).items():
         is_array = ARRAY.search(annotation) and not re.search("Callable|ClassVar", annotation)
@@ -101,15 +108,15 @@ def test_types_in_signatures_are_explained():
     page = (ROOT / "docs" / "reference" / "types.md").read_text()
     explained = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^- (.*?):", page, flags=re.MULTILINE))))
     used = set()
-    for node in PUBLIC_NODES.values():
+    for node in map(definition, DEFINED):
         if isinstance(node, ast.FunctionDef) or constructor(node) is not None:
             used |= set(re.findall(r"[A-Za-z_]\w+", " ".join(annotations(node).values())))
     assert used & set(aliases()) - {"Scalar"} <= explained  # that is jaxtyping's
 
 
-@pytest.mark.parametrize("name", PUBLIC_NODES)
+@pytest.mark.parametrize("name", DEFINED)
 def test_no_argument_is_anything(name):
-    found = annotations(PUBLIC_NODES[name])
+    found = annotations(definition(name))
     assert not [a for a, x in found.items() if re.search(r"\bAny\b", x) and "ClassVar" not in x]
 
 

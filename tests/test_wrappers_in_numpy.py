@@ -1,0 +1,244 @@
+"""Wrappers of weights against NumPy: their products, and what moves of their stacks leave of them.
+
+Quick tests that run every day, where larger ones take turns.
+"""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import eqquant as eqq
+from eqquant._wrappers.concatenate import concatenate, split, take
+from eqquant._wrappers.convolution import _convolve_integers
+from eqquant._wrappers.permuted import PermutedArray
+from eqquant._wrappers.rotated import RotatedArray
+from eqquant._wrappers.scaled import ScaledArray
+
+
+LAYERS, OUT, IN = 3, 4, 8
+close = ft.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+
+
+def whole(*shape):
+    """Whole numbers that `int8` holds exactly with scales of one."""
+    return np.random.default_rng(shape).integers(-100, 100, shape).astype(np.float32)
+
+
+def exact(w, axis=-1):
+    shape = tuple(1 if n == axis % w.ndim else length for n, length in enumerate(w.shape))
+    return eqq.quantize(jnp.asarray(w), "int8", axis=axis, scale=jnp.ones((*np.delete(shape, axis % w.ndim), 1)))
+
+
+V, B, A = whole(LAYERS, OUT, IN), whole(LAYERS, OUT, 2), whole(LAYERS, 2, IN)
+draw = np.random.default_rng(0)
+SCALES = draw.uniform(0.5, 2, (LAYERS, IN)).astype(np.float32)
+ORDER = np.stack([draw.permutation(IN) for _ in range(LAYERS)])
+HADAMARD = ft.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 3)
+SIGNS = 1 - 2.0 * np.unpackbits(np.random.PCG64(5).random_raw(1).astype("<u8").view(np.uint8))[:IN]
+STACKS = {
+    "scaled": lambda v: (ScaledArray(v, jnp.asarray(SCALES)), V * SCALES[:, None]),
+    "permuted": lambda v: (PermutedArray(v, jnp.asarray(ORDER, jnp.uint32)), in_logical_order(V)),
+    "rotated": lambda v: (RotatedArray(v, 5), V @ (HADAMARD * SIGNS / 8**0.5)),
+    "factors": lambda v: (eqq.arrays.LoraArray(v, jnp.asarray(A), jnp.asarray(B), 3.0, 1), V + 3 / 2 * B @ A),
+}
+
+
+def in_logical_order(v):
+    w = np.empty_like(v)
+    for layer, order in enumerate(ORDER):
+        w[layer][:, order] = v[layer]
+    return w
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize("name", STACKS)
+def test_products_of_stacks(name):
+    """Of a stack of several layers, and of one of a single layer, from both sides."""
+    w, dense = STACKS[name](exact(V))
+    x, y = whole(LAYERS, IN, 2), whole(LAYERS, 2, OUT)
+
+    @jax.jit
+    def run(w, x, y):
+        one = jax.tree.map(lambda leaf: leaf[1:2], w)
+        with eqq.no_dense():
+            products = w @ x, x.mT @ w.mT, y @ w, w @ x[0, :, 0], one @ x
+        return products, w.dequantize(), w.mT.dequantize()
+
+    products, *values = run(w, jnp.asarray(x), jnp.asarray(y))
+    for value, wanted in zip(values, (dense, dense.mT), strict=True):
+        close(value, wanted, atol=1e-3)
+    wanted = (dense @ x, x.mT @ dense.mT, y @ dense, dense @ x[0, :, 0], dense[1] @ x)
+    for product, expected in zip(products, wanted, strict=True):
+        close(product, expected, atol=0.1, rtol=1e-5)
+
+
+# Of a stack, in JAX and in NumPy alike.
+MOVES = {
+    "layer": lambda w, np: w[1],
+    "reversed layers": lambda w, np: w[::-1],
+    "rows": lambda w, np: w[:, 1:4:2],
+    "layers again": lambda w, np: np.concatenate([w[2:], w, w[:1]]),
+    "rows again": lambda w, np: np.concatenate([w[:, 2:], w[:, :1]], 1),
+    "new stack": lambda w, np: np.stack([w[2], w[0]]),
+    "new axis": lambda w, np: w[None],
+    "broadcast": lambda w, np: np.broadcast_to(w[1], (2, OUT, IN)),
+    "more rows": lambda w, np: np.pad(w, ((0, 0), (1, 2), (0, 0))),
+    "some layers": lambda w, np: np.take(w, np.array([2, 0, 2]), axis=0),
+    "transposed": lambda w, np: np.swapaxes(w, 1, 2),
+}
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize("name", [*STACKS, "activations"])
+def test_moves_of_stacks(name):
+    if name == "activations":
+        scale = np.array([0.5, 1, 2], np.float32)
+        w, dense = eqq.arrays.ActivationQuantizedArray(exact(V), "int8", scale), V
+    else:
+        w, dense = STACKS[name](exact(V))
+
+    @jax.jit
+    def run(w):
+        with eqq.no_dense():
+            moved = {move: eqq.quaxify(ft.partial(f, np=jnp))(w) for move, f in MOVES.items()}
+        assert all(type(m) is type(w) for m in moved.values())
+        scales = {move: m.scale for move, m in moved.items()} if name == "activations" else {}
+        return {move: m.dequantize() for move, m in moved.items()}, scales
+
+    found, scales = run(w)
+    for move, f in MOVES.items():
+        close(found[move], f(dense, np), atol=1e-3, err_msg=move)
+    for move, moved in scales.items():  # layers keep their own
+        wanted = MOVES[move](np.broadcast_to(scale[:, None, None], V.shape), np)[..., 1, 1]
+        np.testing.assert_array_equal(moved, wanted, err_msg=move)
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize("learned", [False, True])
+def test_products_round_activations(learned):
+    """To the scale of each layer: rounded, clipped, shifted by the zero point and multiplied."""
+    scale, zero = np.array([0.5, 1, 2], np.float32), np.array([3, 128, 255], np.uint8)
+    w = eqq.arrays.ActivationQuantizedArray(exact(V), eqq.Int8(symmetric=False), scale, zero, learn_scale=learned)
+    assert (", learned)" in repr(w)) == learned
+    x = 3 * whole(LAYERS, IN, 5) + 0.3
+
+    @jax.jit
+    def run(w, x):
+        with eqq.no_dense():
+            products = w @ x, w.mT @ x[:, :OUT], w @ x[0], jax.tree.map(lambda leaf: leaf[2], w) @ x[2]
+        return products, jax.vjp(lambda x: w @ x, x)[1](jnp.ones((LAYERS, OUT, 5)))[0]
+
+    found, gradient = run(w, jnp.asarray(x))
+    by, offset = scale[:, None, None], zero[:, None, None].astype(np.float32)
+    inside = lambda x: (np.round(x / by) + offset >= 0) & (np.round(x / by) + offset <= 255)
+    rounded = lambda x: (np.clip(np.round(x / by) + offset, 0, 255) - offset) * by
+    wanted = (V @ rounded(x), V.mT @ rounded(x[:, :OUT]), V @ rounded(x[:1]), V[2] @ rounded(x)[2])
+    for product, expected in zip(found, wanted, strict=True):
+        close(product, expected, atol=0.05)
+    assert 0 < inside(x).mean() < 1
+    close(gradient, np.where(inside(x), V.sum(1)[..., None], 0), atol=1e-3)
+
+
+def test_rows_of_experts():
+    """Each row is multiplied by the weight of its group; rows beyond all groups are zero."""
+    x, sizes = whole(9, IN), np.array([2, 0, 5])
+    w = whole(LAYERS, OUT, IN)
+    layouts = {"rows": (w, (1,), (2,), 0), "columns": (w.transpose(0, 2, 1), (1,), (1,), 0)}
+    layouts["groups within"] = (w.transpose(1, 0, 2), (1,), (2,), 1)
+
+    @jax.jit
+    def run(x, ws, sizes):
+        found = {}
+        for name, (_, *contracted, group) in layouts.items():
+            dims = jax.lax.RaggedDotDimensionNumbers((tuple(contracted), ((), ())), [0], [group])
+            with eqq.no_dense():
+                found[name] = eqq.quaxify(lambda x, w: lax.ragged_dot_general(x, w, sizes, dims))(x, ws[name])  # noqa: B023
+        return found
+
+    ws = {name: exact(array, contracted[0]) for name, (array, _, contracted, _) in layouts.items()}
+    expected = np.zeros((9, OUT))
+    for row, expert in enumerate(np.repeat(np.arange(LAYERS), sizes)):
+        expected[row] = w[expert] @ x[row]
+    for name, y in run(jnp.asarray(x), ws, jnp.asarray(sizes)).items():
+        np.testing.assert_array_equal(y, expected, err_msg=name)
+
+
+def test_pointwise_convolutions():
+    """A window of one is a product, channels first or last; any other window, padding or group is none."""
+    x, w = whole(2, 3, 5, 4), whole(6, 3, 1, 1)
+    kernels = {"first": w, "wide": whole(6, 3, 1, 2), "tall": whole(6, 3, 2, 1)}
+    qs = {name: exact(k.reshape(6, -1)).reshape(k.shape) for name, k in kernels.items()}
+    channels_last = exact(w[:, :, 0, 0].T, 0).reshape(1, 1, 3, 6)
+
+    def convolve(x, w, strides=(1, 1), padding=((0, 0), (0, 0)), names=("NCHW", "OIHW", "NCHW")):
+        return eqq.quaxify(lambda x, w: lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=names))(x, w)
+
+    @jax.jit
+    def run(x, qs, channels_last):
+        last = jnp.moveaxis(x, 1, -1)
+        with eqq.no_dense():
+            strided = convolve(x, qs["first"], (2, 3))
+            turned = convolve(last, channels_last, names=("NHWC", "HWIO", "NHWC"))
+        padded = convolve(x, qs["first"], padding=((0, 0), (1, 0)))
+        return strided, turned, padded, convolve(x, qs["wide"]), convolve(x, qs["tall"])
+
+    sums = lambda kernel, x: np.einsum("oi,nihw->nohw", kernel, x)
+    y, wide, tall = sums(w[..., 0, 0], x), kernels["wide"], kernels["tall"]
+    expected = (
+        y[:, :, ::2, ::3],
+        np.moveaxis(y, 1, -1),
+        np.pad(y, ((0, 0), (0, 0), (0, 0), (1, 0))),
+        sums(wide[..., 0, 0], x[..., :-1]) + sums(wide[..., 0, 1], x[..., 1:]),
+        sums(tall[..., 0, 0], x[:, :, :-1]) + sums(tall[..., 1, 0], x[:, :, 1:]),
+    )
+    for found, wanted in zip(run(jnp.asarray(x), qs, channels_last), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_convolutions_of_integers_subtract_zero_points():
+    """As GPU and TPU compute them, in int32: less of the zero point at a border, where a window sees fewer values."""
+    a, b = whole(2, 3, 4, 5).astype(np.int8), whole(6, 3, 3, 1).astype(np.int8)
+    zero = np.array([-7, 100], np.int32).reshape(2, 1, 1, 1)
+    trace = jax.make_jaxpr(lambda a, b: lax.conv_general_dilated(a, b, (1, 1), "SAME"))(a, b)
+    params = trace.eqns[-1].params
+    found = jax.jit(ft.partial(_convolve_integers, params=params, b_zero=None))(a, b, a_zero=zero)
+    shifted = np.pad(a.astype(np.int64) - zero, ((0, 0), (0, 0), (1, 1), (0, 0)))
+    expected = sum(
+        np.einsum("oi,nihw->nohw", b[..., n, 0].astype(np.int64), shifted[:, :, n : n + 4]) for n in range(3)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_joined_and_divided_weights():
+    """Along rows, and along the quantized axis where no block is cut."""
+    blocks, rows = eqq.Int4(32, symmetric=False), eqq.Int4(None)
+    w = whole(6, 352)
+    q, p = (eqq.quantize(jnp.asarray(w), format) for format in (blocks, rows))
+    dense, (left, right) = np.asarray(q), split(q, (128, 224), axis=1)
+    np.testing.assert_array_equal(left, dense[:, :128])
+    np.testing.assert_array_equal(right, dense[:, 128:])
+    np.testing.assert_array_equal(
+        concatenate([right, left], axis=-1), np.concatenate([dense[:, 128:], dense[:, :128]], 1)
+    )
+    for array in (q, p):
+        parts = split(array, (1, 2, 3))
+        assert [part.shape for part in parts] == [(1, 352), (2, 352), (3, 352)]
+        np.testing.assert_array_equal(concatenate(parts[::-1]), np.asarray(array)[[3, 4, 5, 1, 2, 0]])
+        np.testing.assert_array_equal(take(array, np.array([4, 0])), np.asarray(array)[[4, 0]])
+    # A row of one scale is divided, and not joined with one of another.
+    np.testing.assert_array_equal(split(p, (128, 224), 1)[1], np.asarray(p)[:, 128:])
+    for parts, axis, message in (
+        ([p, p], 1, "has one scale, and would have several along axis -1"),
+        ([q, p], 0, "their formats differ"),
+        ([q, w], 0, "some are quantized and others are not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            concatenate(parts, axis)
+    with pytest.raises(ValueError, match="cannot be divided into 1 [+] 6"):
+        split(q, (1, 6))
+    with pytest.raises(ValueError, match="96 is no multiple"):
+        split(q, (96, 256), 1)

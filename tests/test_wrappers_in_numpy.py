@@ -215,26 +215,33 @@ def test_convolutions_of_integers_subtract_zero_points():
 
 def test_joined_and_divided_weights():
     """Along rows, and along the quantized axis where no block is cut."""
-    blocks, rows = eqq.Int4(32, symmetric=False), eqq.Int4(None)
-    w = whole(6, 352)
-    q, p = (eqq.quantize(jnp.asarray(w), format) for format in (blocks, rows))
-    dense, (left, right) = np.asarray(q), split(q, (128, 224), axis=1)
-    np.testing.assert_array_equal(left, dense[:, :128])
-    np.testing.assert_array_equal(right, dense[:, 128:])
-    np.testing.assert_array_equal(
-        concatenate([right, left], axis=-1), np.concatenate([dense[:, 128:], dense[:, :128]], 1)
+    w = jnp.asarray(whole(6, 352))
+    q, p = (
+        jax.jit(eqq.quantize, static_argnums=1)(w, format) for format in (eqq.Int4(32, symmetric=False), eqq.Int4(None))
     )
-    for array in (q, p):
-        parts = split(array, (1, 2, 3))
-        assert [part.shape for part in parts] == [(1, 352), (2, 352), (3, 352)]
-        np.testing.assert_array_equal(concatenate(parts[::-1]), np.asarray(array)[[3, 4, 5, 1, 2, 0]])
-        np.testing.assert_array_equal(take(array, np.array([4, 0])), np.asarray(array)[[4, 0]])
-    # A row of one scale is divided, and not joined with one of another.
-    np.testing.assert_array_equal(split(p, (128, 224), 1)[1], np.asarray(p)[:, 128:])
+
+    @jax.jit
+    def run(q, p):
+        left, middle, right = columns = split(q, (128, 128, 96), axis=1)
+        rows = split(p, (1, 2, 3))
+        assert [part.shape for part in rows] == [(1, 352), (2, 352), (3, 352)]
+        found = (
+            *columns,
+            concatenate([middle, left, right], axis=-1),
+            concatenate(rows[::-1]),
+            take(q, np.array([4, 0])),
+        )
+        return [array.dequantize() for array in (q, p, *found)]
+
+    dense, other, *found = map(np.asarray, run(q, p))
+    wanted = dense[:, :128], dense[:, 128:256], dense[:, 256:]
+    wanted = *wanted, np.hstack([wanted[1], wanted[0], wanted[2]]), other[[3, 4, 5, 1, 2, 0]], dense[[4, 0]]
+    for array, expected in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(array, expected)
     for parts, axis, message in (
         ([p, p], 1, "has one scale, and would have several along axis -1"),
         ([q, p], 0, "their formats differ"),
-        ([q, w], 0, "some are quantized and others are not"),
+        ([q, np.asarray(w)], 0, "some are quantized and others are not"),
     ):
         with pytest.raises(ValueError, match=message):
             concatenate(parts, axis)

@@ -203,12 +203,13 @@ def test_paths_with_brackets(getkey):
 
 
 def test_weight_sensitivity():
-    model = {"a": weights(jr.key(0), (8, 64)), "b": weights(jr.key(1), (32, 64)) * 100}
+    model = {"a": weights(jr.key(0), (8, 64)), "lm_head": weights(jr.key(1), (32, 64)) * 100}
     report = analysis.weight_sensitivity(model, ("int2", "int8"))
     for leaf in report.leaves:
         w = model[leaf.paths[0]]
         error = jnp.linalg.norm(w - eqq.quantize(w, "int2").dequantize()) / jnp.linalg.norm(w)
-        close(leaf.losses[0], float(error) ** 2, 1e-5)  # whatever the magnitude and the size
+        role = {"a": 1, "lm_head": 8}[leaf.paths[0]]
+        close(leaf.losses[0], role * float(error) ** 2, 1e-5)  # whatever the magnitude and the size
         assert leaf.losses[1] < leaf.losses[0] / 100
     assert "error, weighed by role" in str(report) and "loss" not in str(analysis.plan_bits(model, report, 5))
     with pytest.raises(ValueError, match="at least one format"):
@@ -277,6 +278,34 @@ ROLES = {
 @pytest.mark.parametrize("wanted", ROLES.values(), ids=ROLES)
 def test_roles(wanted):
     assert estimate_role_factors(wanted) == wanted
+
+
+def test_plans_are_the_best_of_all_mixes():
+    """Every mix of formats counted out, where a leaf stays in float without loss."""
+    shapes, formats = {"a": (4, 64), "b.0": (3, 100), "c": (2, 8, 32)}, (eqq.Int8(None), eqq.Int4(32))
+    losses = {"a": (2.01, 2.3), "b.0": (2.05, 2.4), "c": (2.02, 2.15)}  # 2 without quantizing
+    model = {"a": np.ones(shapes["a"], np.float32), "b": [np.ones(shapes["b.0"], np.float32)]}
+    model["c"] = np.ones(shapes["c"], np.float32)
+    leaves, options = [], []
+    for path, shape in shapes.items():
+        size, rows = math.prod(shape), math.prod(shape[:-1])
+        nbytes = size + 4 * rows, rows * (-(-shape[-1] // 32)) * (32 // 2 + 4)
+        leaves.append(LeafSensitivity((path,), shape, 4 * size, formats, nbytes, losses[path], axes=(-1,)))
+        increases = [loss - 2 for loss in losses[path]]
+        options.append([*zip(nbytes, increases, formats, strict=True), (4 * size, 0, None)])
+    mixes = [(*(sum(o[n] for o in mix) for n in (0, 1)), [o[2] for o in mix]) for mix in it.product(*options)]
+    report, size, chosen = SensitivityReport(2.0, tuple(leaves)), sum(map(math.prod, shapes.values())), []
+    for target in (6, 7.5, 9, 12, 16, 20, 31, 32):
+        plan = analysis.plan_bits(model, report, target)
+        nbytes, increase, wanted = min((m for m in mixes if 8 * m[0] <= target * size), key=lambda m: m[1])
+        assert plan == dict(zip(shapes, wanted, strict=True)) and plan.nbytes == nbytes
+        np.testing.assert_allclose([plan.increase, plan.bits], [increase, 8 * nbytes / size], atol=1e-9)
+        chosen.append(repr(wanted))
+    assert len({*chosen}) > 5
+    least = 8 * min(m[0] for m in mixes) / size
+    assert analysis.plan_bits(model, report, least).bits == least
+    with pytest.raises(ValueError, match=f"from {least:.3f} to 32.000 bits per weight. Got {least - 0.01}"):
+        analysis.plan_bits(model, report, least - 0.01)
 
 
 @pytest.mark.long

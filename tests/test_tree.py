@@ -64,6 +64,23 @@ def assert_same_arrays(actual, expected):
 # What is selected
 
 
+def test_the_default_plan(model):
+    leaves = {leaf.path: leaf for leaf in eqq.plan_tree(model, dtype=jnp.bfloat16).leaves}
+    assert {path for path, leaf in leaves.items() if leaf.format == eqq.NF4()} == WEIGHTS
+    axes = {path: leaf.axis for path, leaf in leaves.items() if leaf.format is not None}
+    assert axes == {**dict.fromkeys(WEIGHTS, -1), "conv.weight": (-3, -2, -1)}
+    others = {path: leaf.reason for path, leaf in leaves.items() if leaf.format is None}
+    biases = dict.fromkeys(("conv.bias", "layers.0.bias", "layers.1.bias", "cell.bias", "cell.bias_n"), "a bias")
+    norms = [f"{norm}.{name}" for norm in ("norm", "norm2d") for name in ("weight", "bias")]
+    norm = "a parameter of a normalization layer"
+    assert others == {**biases, **dict.fromkeys(norms, norm), "steps": "not floating point"}
+    rows = {leaf.path: leaf.axis for leaf in eqq.plan_tree(model, "int8", where=BOTH, axis=0).leaves if leaf.format}
+    assert rows == {"layers.0.weight": -2, "layers.0.bias": -1}
+
+
+BOTH = lambda m: (m.layers[0].weight, m.layers[0].bias)
+
+
 @pytest.mark.long
 def test_default_selection(model):
     q = eqq.quantize_tree(model)

@@ -14,6 +14,7 @@ import eqquant as eqq
 from eqquant._native import library as native
 from eqquant._tree.decide import Activations, Decision
 from eqquant._tree.quantize import add_activations
+from eqquant.calibrate._stats import LeafStats
 
 from .helpers import outputs, relative_error, weights
 from .test_activations import close
@@ -58,6 +59,24 @@ def test_static_scales(getkey, model, calibrator):
     assert "from calibration" in eqq.summary(q).leaves[0].reason
     grads = eqx.filter_jit(eqq.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x))))(q)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_ranges_of_statistics():
+    """A range holds zero, and a layer without inputs gets the whole range of the others. Without products none."""
+    low = np.array([[-3.0, 1, 2, 0], [9, 9, 9, 9], [0.5, 1, 1, 1]])
+    high = np.array([[1.0, 2, 3, 4], [-9, -9, -9, -9], [6, 1, 1, 2]])
+    low, high = np.tile(low, 8), np.tile(high, 8)
+    stats = LeafStats("used", (3, 64, 32), -1, "", np.array([6, 0, 2]), min=low, max=high)
+    unused = LeafStats("unused", (64, 32), None, "not observed", np.array(0))
+    format, scale, zero_point = stats.activations()
+    wanted = (np.array([4, 6, 6]) - np.array([-3, -3, 0])) / 255
+    assert format == eqq.Int8("tensor", symmetric=False)
+    np.testing.assert_allclose(scale, wanted, rtol=1e-6)
+    np.testing.assert_array_equal(zero_point, np.round(np.array([3, 3, 0]) / wanted))
+    tree = {"used": np.ones((3, 64, 32), np.float32), "unused": np.ones((64, 32), np.float32)}
+    plan = eqq.plan_tree(tree, "int8", activations={"used": stats, "unused": unused})
+    reasons = {leaf.path: leaf.reason.rpartition("; ")[2] for leaf in plan.leaves}
+    assert reasons["unused"] == "no product was observed, so no activations" and "observed" not in reasons["used"]
 
 
 @pytest.mark.long

@@ -81,6 +81,8 @@ MOVES = {
     "rows": lambda w, np: w[:, 1:4:2],
     "layers again": lambda w, np: np.concatenate([w[2:], w, w[:1]]),
     "rows again": lambda w, np: np.concatenate([w[:, 2:], w[:, :1]], 1),
+    "divided": lambda w, np: np.split(w, [1], 1)[1],
+    "rows twice": lambda w, np: np.tile(w, (1, 2, 1)),
     "new stack": lambda w, np: np.stack([w[2], w[0]]),
     "broadcast": lambda w, np: np.broadcast_to(w[1], (2, OUT, IN)),
     "more rows": lambda w, np: np.pad(w, ((0, 0), (1, 2), (0, 0))),
@@ -139,16 +141,40 @@ def test_products_round_activations():
     close(gradient, np.where(inside(x), V.sum(1)[..., None], 0), atol=1e-3)
 
 
+def test_multiples():
+    """A scalar factor and a divisor stay apart from codes, and train."""
+    v, x = V[0], whole(IN)
+    functions = {
+        "times": lambda w, s: ((w * s) @ x, jnp.take(s * w, 2, axis=0), x @ (w * s)[::-1].T),
+        "divided": lambda w, s: ((w / s) @ x, jnp.take(w / s, 2, axis=0), x @ (w / s)[::-1].T),
+        "negated": lambda w, s: ((-w) @ x, jnp.take(-w, 2, axis=0), x @ -w[::-1].T),
+    }
+
+    @jax.jit
+    def run(w, s):
+        with eqq.no_dense():
+            found = {name: eqq.quaxify(f)(w, s) for name, f in functions.items()}
+            sums = lambda s: jnp.stack([jnp.sum(eqq.quaxify(f)(w, s)[0]) for f in functions.values()])
+            return found, jax.jacfwd(sums)(s)
+
+    found, gradients = run(exact(v), jnp.float32(1.5))
+    for name, by in (("times", 1.5), ("divided", 1 / 1.5), ("negated", -1)):
+        for value, wanted in zip(found[name], (by * v @ x, by * v[2], by * v[::-1] @ x), strict=True):
+            close(value, wanted, atol=1e-2)
+    total = np.sum(v @ x)
+    close(gradients, [total, -total / 1.5**2, 0], atol=0.1)
+
+
 def test_rows_of_experts():
     """Each row is multiplied by the weight of its group; rows beyond all groups are zero."""
-    x, sizes, w = whole(9, IN), np.array([2, 0, 5]), whole(LAYERS, OUT, IN)
-    dims = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [1])  # groups are the second axis
+    x, sizes, w = whole(9, IN, 2), np.array([2, 0, 5]), whole(IN, LAYERS, OUT)
+    dims = lax.RaggedDotDimensionNumbers((((1,), (0,)), ((), ())), [0], [1])
     product = eqq.quaxify(lambda x, w: lax.ragged_dot_general(x, w, jnp.asarray(sizes), dims))
     with eqq.no_dense():
-        y = jax.jit(product)(x, exact(w.transpose(1, 0, 2)))
-    expected = np.zeros((9, OUT))
+        y = jax.jit(product)(x, exact(w, 0))
+    expected = np.zeros((9, 2, OUT))
     for row, expert in enumerate(np.repeat(np.arange(LAYERS), sizes)):
-        expected[row] = w[expert] @ x[row]
+        expected[row] = x[row].T @ w[:, expert]
     np.testing.assert_array_equal(y, expected)
 
 

@@ -65,12 +65,12 @@ def test_products_of_stacks(name):
     def run(w, x, y):
         one = jax.tree.map(lambda leaf: leaf[1:2], w)
         with eqq.no_dense():
-            products = w @ x, y @ w, one @ x
+            products = w @ x, y @ w, one @ x, w @ x[0]
         return products, w.mT.dequantize()
 
     products, transposed = run(w, jnp.asarray(x), jnp.asarray(y))
     close(transposed, dense.mT, atol=1e-3)
-    wanted = (dense @ x, y @ dense, dense[1] @ x)
+    wanted = (dense @ x, y @ dense, dense[1] @ x, dense @ x[0])
     for product, expected in zip(products, wanted, strict=True):
         close(product, expected, atol=0.1, rtol=1e-5)
 
@@ -165,6 +165,36 @@ def test_multiples():
     close(gradients, [total, -total / 1.5**2, 0], atol=0.1)
 
 
+def test_lookups():
+    """Rows by one index, or by several of which those out of bounds are filled."""
+    v, ids = V[0], np.array([[2, 0], [9, 1]])
+    arrays = {
+        "codes": (exact(v), v),
+        "factors": (
+            eqq.arrays.LoraArray(exact(v), jnp.asarray(A[0]), jnp.asarray(B[0]), 3.0, 1),
+            v + 3 / 2 * B[0] @ A[0],
+        ),
+        "scaled": (ScaledArray(exact(v), jnp.asarray(SCALES[0])), v * SCALES[0]),
+        "permuted": (PermutedArray(exact(v), jnp.asarray(ORDER[0], jnp.uint32)), v[:, np.argsort(ORDER[0])]),
+    }
+    numbers = lax.GatherDimensionNumbers((1,), (0,), (0, 1))
+    gather = lambda w, at: lax.gather(w, at, numbers, (1, IN), mode="fill")
+
+    @jax.jit
+    def run(arrays):
+        at = jnp.array([[3, 0], [1, 2], [4, 0]])  # whole rows begin at zero
+        with eqq.no_dense():
+            found = {name: (w[1:], w[ids[0]], eqq.quaxify(jnp.take)(w, ids, axis=0)) for name, w in arrays.items()}
+            return found, eqq.quaxify(gather)(arrays["codes"], at)
+
+    found, gathered = run({name: w for name, (w, _) in arrays.items()})
+    for name, (_, dense) in arrays.items():
+        filled = np.stack([dense[[2, 0]], [np.full(IN, np.nan), dense[1]]])
+        for rows, wanted in zip(found[name], (dense[1:], dense[[2, 0]], filled), strict=True):
+            close(rows, wanted, atol=1e-3, err_msg=name)
+    np.testing.assert_array_equal(gathered, [v[3], *np.full((2, IN), np.nan)])
+
+
 def test_rows_of_experts():
     """Each row is multiplied by the weight of its group; rows beyond all groups are zero."""
     x, sizes, w = whole(9, IN, 2), np.array([2, 0, 5]), whole(IN, LAYERS, OUT)
@@ -179,9 +209,10 @@ def test_rows_of_experts():
 
 
 def test_pointwise_convolutions():
-    """A window of one is a product, channels first or last; any other window, padding or group is none."""
+    """A window of one is a product, channels first or last; any other window is none, as are padding and dilation."""
     x, w, wide = whole(2, 3, 5, 4), whole(6, 3), whole(6, 3, 1, 2)
-    operands = exact(w.T, 0).reshape(1, 1, 3, 6), *(exact(k.reshape(6, -1)) for k in (w, wide))
+    kernel = lambda w: eqq.quantize(jnp.asarray(w), "int8", axis=(1, 2, 3), scale=jnp.ones((6, 1)))
+    operands = exact(w.T.reshape(1, 1, 3, 6), -2), kernel(w.reshape(6, 3, 1, 1)), kernel(wide)
 
     def convolve(x, w, strides=(1, 1), padding=((0, 0), (0, 0)), names=("NCHW", "OIHW", "NCHW")):
         return eqq.quaxify(lambda x, w: lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=names))(x, w)
@@ -190,8 +221,9 @@ def test_pointwise_convolutions():
     def run(x, last, first, wide):
         with eqq.no_dense():
             strided = convolve(jnp.moveaxis(x, 1, -1), last, (2, 3), names=("NHWC", "HWIO", "NHWC"))
-        padded = convolve(x, first.reshape(6, 3, 1, 1), padding=((0, 0), (1, 0)))
-        return strided, padded, convolve(x, wide.reshape(6, 3, 1, 2))
+        padded = convolve(x, first, padding=((0, 0), (1, 0)))
+        dilated = eqq.quaxify(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), [(0, 0)] * 2, (1, 2)))
+        return strided, padded, convolve(x, wide), dilated(x, first)
 
     sums = lambda kernel, x: np.einsum("oi,nihw->nohw", kernel, x)
     y = sums(w, x)
@@ -199,6 +231,7 @@ def test_pointwise_convolutions():
         np.moveaxis(y[:, :, ::2, ::3], 1, -1),
         np.pad(y, ((0, 0), (0, 0), (0, 0), (1, 0))),
         sums(wide[..., 0, 0], x[..., :-1]) + sums(wide[..., 0, 1], x[..., 1:]),
+        np.insert(y, (1, 2, 3), 0, axis=-1),
     )
     for found, wanted in zip(run(x, *operands), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)

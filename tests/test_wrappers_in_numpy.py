@@ -262,17 +262,16 @@ def test_joined_and_divided_weights():
         left, middle, right = columns = split(q, (128, 128, 96), axis=1)
         rows = split(q, (1, 2, 3))
         assert [part.shape for part in rows] == [(1, 352), (2, 352), (3, 352)]
-        found = (
-            *columns,
-            concatenate([middle, left, right], axis=-1),
-            concatenate(rows[::-1]),
-            take(q, np.array([4, 0])),
-        )
-        return [array.dequantize() for array in (q, *found)]
+        joined = concatenate([middle, left, right], axis=-1), concatenate(rows[::-1])
+        sliced = eqq.quaxify(lambda w: (w[:, 128:], w[:, :256:2], w[1:3, 128:]))(q)
+        assert [eqq.is_quantized(array) for array in sliced] == [True, False, False]
+        packed = q, *columns, *joined, take(q, np.array([4, 0])), sliced[0]
+        return [*(array.dequantize() for array in packed), *sliced[1:]]
 
     dense, *found = map(np.asarray, run(w))
-    wanted = dense[:, :128], dense[:, 128:256], dense[:, 256:]
-    wanted = *wanted, np.hstack([wanted[1], wanted[0], wanted[2]]), dense[[3, 4, 5, 1, 2, 0]], dense[[4, 0]]
+    wanted = [dense[:, :128], dense[:, 128:256], dense[:, 256:]]
+    wanted += [np.hstack([wanted[1], wanted[0], wanted[2]]), dense[[3, 4, 5, 1, 2, 0]], dense[[4, 0]]]
+    wanted += [dense[:, 128:], dense[:, :256:2], dense[1:3, 128:]]
     for array, expected in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(array, expected)
     q, p = (jax.eval_shape(quantize, w), jax.eval_shape(ft.partial(quantize, format=eqq.Int4(None)), w))

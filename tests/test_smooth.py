@@ -14,6 +14,7 @@ import eqquant as eqq
 from eqquant._tree.folds import find_folds, Weights
 from eqquant._tree.leaves import named_leaves
 from eqquant._wrappers.scaled import ScaledArray
+from eqquant.calibrate._stats import LeafStats
 
 from .helpers import outputs, weights
 
@@ -231,6 +232,30 @@ def test_channels_of_heads():
     pooled = fold.pool(jnp.asarray(v), jnp.max)
     np.testing.assert_array_equal(pooled, np.repeat(largest[:, None], 3, 1).reshape(-1))
     np.testing.assert_array_equal(fold.to_outputs(pooled), largest.reshape(-1))
+
+
+def test_heads_and_stacks_by_hand():
+    """In NumPy: heads that share values share factors, the largest of them, and each layer has its own."""
+    rng = np.random.default_rng(0)
+    random = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    model = {"value": {"weight": random(6, 8), "bias": random(6)}, "output": {"weight": random(5, 12)}}
+    high, stacked = rng.uniform(0.5, 4, 12), rng.uniform(0.5, 4, (2, 8))
+    seen = LeafStats("output.weight", (5, 12), -1, "", np.array(9), -high / 2, high, second_moment=high**2)
+    method = eqq.transforms.SmoothQuant({"output.weight": seen}, 0.7)
+    fold = {"value.{p}": eqq.transforms.FoldInto(("output.weight",), head_size=3)}
+    folded = eqq.transforms.smooth(model, method, fold=fold, where=lambda m: m["output"]["weight"])
+    w, (v, bias) = model["output"]["weight"], model["value"].values()
+    pool = lambda values: values.reshape(2, 2, 3).max(1)
+    factor = pool(high) ** 0.7 / pool(np.abs(w).max(0)) ** 0.3
+    close(folded["output"]["weight"], w * np.repeat(factor, 2, 0).reshape(-1))
+    close(folded["value"]["weight"], v / factor.reshape(-1, 1))
+    close(folded["value"]["bias"], bias / factor.reshape(-1))
+    layers = {"w": random(2, 5, 8)}
+    seen = LeafStats("w", (2, 5, 8), -1, "", np.array([9, 9]), -stacked, stacked / 2, second_moment=stacked**2)
+    kept = eqq.transforms.smooth(layers, eqq.transforms.SmoothQuant({"w": seen}, 0.7))["w"]
+    factor = stacked**0.7 / np.abs(layers["w"]).max(1) ** 0.3
+    close(kept.scale, 1 / factor)
+    close(kept.array, layers["w"] * factor[:, None])
 
 
 @pytest.mark.long

@@ -268,6 +268,29 @@ def test_a_broadcast_batch_is_more_rows():
             assert temp_bytes(f, q, x) < 32 * 2**20
 
 
+def test_small_products_equal_numpy(getkey):
+    """Batches of either side, vectors, and matrices of a stack, from both sides of both orders."""
+    draw = lambda *shape: np.asarray(weights(getkey(), shape))
+    w, x, one, many = draw(3, 1, 5, 8), draw(3, 4, 2, 8), draw(8), draw(7, 1, 4, 2, 8)
+
+    @jax.jit
+    def run(w, x, one, many):
+        results = []
+        for axis in (-1, -2):
+            q, p = (eqq.quantize(a, "int8", axis=axis) for a in (w, w[0, 0]))
+            with jax.numpy_rank_promotion("allow"), eqq.no_dense():
+                large = [many @ q.mT, q @ many.mT, x @ q.mT] if axis == -1 else [x @ q.mT]
+                small = [p @ one, one @ p.mT, x @ p.mT, jax.vmap(lambda q, x: x @ q.mT)(q, x[:, :1])]
+            results.append((q.dequantize(), p.dequantize(), large, small))
+        return results
+
+    for (q, p, large, small), axis in zip(jax.tree.map(np.asarray, run(w, x, one, many)), (-1, -2), strict=True):
+        wanted = [many @ q.mT, q @ many.mT, x @ q.mT] if axis == -1 else [x @ q.mT]
+        wanted += [p @ one, one @ p.mT, x @ p.mT, x[:, :1] @ q.mT]
+        for found, expected in zip([*large, *small], wanted, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.long
 def test_a_broadcast_batch_equals_numpy(getkey):
     q = eqq.quantize(weights(getkey(), (3, 1, N, K)), "int8")

@@ -247,6 +247,24 @@ def as_index(index):
     return tuple(index) if isinstance(index, list) else index
 
 
+def test_indices_equal_numpy():
+    """A few of each kind, of a stack, with blocks along its rows or across its layers."""
+    mask, ids = np.arange(6) % 2 == 0, np.array([2, 0, 2])
+    indices = [-1, I[1:, ::-2], I[..., 3], I[2, 4, -3], ids, I[0, ROWS], I[ids, ROWS], I[:, mask, 1:4], I[ids, :, ids]]
+    indices += [I[None, 1, ..., 2:4], I[:, np.array([[1], [3]]), np.array([0, 5])], I[jnp.array(1), 2:3]]
+    w = np.random.default_rng(0).integers(-100, 100, (3, 6, 8)).astype(np.float32)
+
+    @jax.jit
+    def run(w):
+        qs = [eqq.quantize(w, "int8", axis=axis) for axis in (-1, 0)]
+        return [(q.dequantize(), [q[index] for index in indices]) for q in qs]
+
+    for dense, found in jax.tree.map(np.asarray, run(w)):
+        assert np.abs(dense - w).max() < 0.5
+        for index, values in zip(indices, found, strict=True):
+            np.testing.assert_array_equal(values, dense[index], err_msg=str(index))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("axis", [-1, 0, (-2, -1)], ids=str)
 def test_indexing(getkey, axis):

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
+from eqquant.io._convert import _nest
 from eqquant_cli.main import main
 
 from .helpers import weights
@@ -454,7 +455,18 @@ def test_act_order_is_refused_by_other_layouts(tmp_path):
 def test_three_bits_of_gptq(tmp_path):
     q = eqq.quantize(weights(jr.key(0), (64, 128)), eqq.Int3(32))
     eqq.io.write(tmp_path / "out", {"l.weight": q}, "gptq")
-    np.testing.assert_array_equal(eqq.io.open(tmp_path / "out")["l.weight"].dequantize(), q.dequantize())
+    seen, dense = [], np.asarray(q.dequantize())
+    eqq.io.convert(tmp_path / "out", tmp_path / "again", dialect="gptq", each=lambda *args: seen.append(args))
+    for folder in ("out", "again"):
+        np.testing.assert_array_equal(eqq.io.open(tmp_path / folder)["l.weight"].dequantize(), dense)
+    ((name, before, after),) = seen  # once, though an array is read for the header too
+    assert name == "l.weight" and before is after
+
+
+def test_names_are_nested_unless_one_begins_another():
+    assert _nest({"a.0.b": 1, "a.0.c": 2, "d": 3}) == {"a": {"0": {"b": 1, "c": 2}}, "d": 3}
+    for flat in ({"a": 1, "a.b": 2}, {"a..b": 1, "c.d": 2}, {"a.": 1}):
+        assert _nest(flat) == flat
 
 
 def test_nvfp4_of_compressed_tensors(tmp_path):

@@ -111,6 +111,20 @@ def test_quantized_weights_stay_packed_and_stack_for_scan():
     )
 
 
+def test_the_plan_names_three_sources_of_a_stack():
+    arrays = {"s": jnp.ones(()), "u": jnp.ones(2), **{f"v.{n}": jnp.ones(2) for n in range(3)}}
+    arrays |= {f"w.{n}": eqq.quantize(jnp.full((2, 3), n + 1.0), "int8") for n in range(4)}
+    model = {"s": zeros(), "u": zeros(1, 2), "v": zeros(3, 2), "w": zeros(4, 2, 3)}
+    names = {"{x}.{n}": "{x}", "{x}": "{x}"}
+    rows = [line.split("  ") for line in str(eqq.io.plan_load(model, arrays, names)).splitlines()]
+    cells = {row[0]: row for row in ([cell.strip() for cell in row if cell.strip()] for row in rows) if row}
+    assert cells["s"][1] == "scalar" and cells["v"][1:4] == ["3 x 2", "float32", "v.0, v.1, v.2"]
+    assert cells["w"][2:4] == ["Int8()", "w.0, w.1, w.2 and 1 more"] and "4 leaves from 9 arrays" in cells
+    loaded = eqq.io.load_into(model, arrays, names)
+    np.testing.assert_allclose(loaded["w"].dequantize()[:, 1, 2], range(1, 5))
+    assert {name: x.shape for name, x in loaded.items()} == {name: x.shape for name, x in model.items()}
+
+
 def test_dequantize_casts_and_numpy():
     q = eqq.quantize(weights(jr.key(0), (8, 64), jnp.bfloat16), "int8")
     model = {"w": zeros(8, 64), "n": np.zeros(3, np.int64), "f": 2.5}

@@ -155,6 +155,9 @@ def test_a_comparison_of_one_format():
 def test_labels_of_errors_are_words():
     shown = str(analysis.analyze_error(sin(128), eqq.quantize(sin(128))))
     assert "largest error" in shown and "_" not in shown
+    lines = shown.splitlines()
+    (at,) = (n for n, line in enumerate(lines) if line.strip().startswith("values"))
+    assert not lines[at - 1].strip()  # apart, since what follows is no error
 
 
 def test_names_are_not_parsed_as_markup():

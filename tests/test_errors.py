@@ -216,7 +216,7 @@ class TestTree:
     )
     def test_pattern_that_is_nearly_right(self, call, w, pattern, meant):
         with pytest.raises(ValueError, match="Each pattern of `format` must match") as e:
-            call({"layers": [{"weight": w}]}, {pattern: "int8"})
+            call({"layers": [{"weight": w}, {"weight": jnp.ones(w.shape)}]}, {pattern: "int8"})
         assert f"Did you mean {meant}?" in str(e.value)
 
     def test_a_pattern_after_a_wider_one_warns(self, call, w):

@@ -113,7 +113,7 @@ TESTS = {
     "_tree/change": "test_smooth.py test_rotations.py --every 5",
     "_tree/folds": "test_smooth.py test_rotations.py --every 5",
     "_tree/pairs": "test_smooth.py test_rotations.py --every 5",
-    "_tree/rotate": "test_rotations.py --every 5",
+    "_tree/rotate": "test_rotations.py test_mapped.py -k 'test_rotations or errors' --every 5",
     "_tree/smooth": "test_smooth.py test_weights.py -k 'test_smooth or both_orders' --every 5",
     "_tree/placement": "test_sharding.py --every 5",
     "_tree/no_dense": "test_no_dense.py",

@@ -44,10 +44,10 @@ double float_roundings(const Problem& p, int lanes) {
     sum = std::max(up(p.k, lanes), parts(p.k, 512));
   }
   if (p.offset != nullptr) {
-    // Offsets, to which the middle of the table was added (3), meet sums of blocks of x: of 16 lanes, or where x lies
-    // by columns of 64 numbers at a time. Transposed, they meet 64 numbers of x at a time.
-    const double block = p.x_column == 1 ? up(p.block_size, 16) + 15 : parts(p.block_size, 64);
-    const double offsets = p.transpose ? parts(p.n, 64) : block + up(p.blocks, 16) + 15;
+    // Offsets, to which the middle of the table was added (3), meet sums of blocks of x: of lanes, 64 numbers of each
+    // at a time, or where x lies by columns of 64 numbers at a time. Transposed, they meet 64 numbers of x at a time.
+    const double block = p.x_column == 1 ? parts((p.block_size + lanes - 1) / lanes, 64) + 15 : parts(p.block_size, 64);
+    const double offsets = p.transpose ? parts(p.n, 64) : block + up(p.blocks, lanes) + 15;
     sum = std::max(sum, offsets) + 3;
   }
   return kOfTerm + sum + kOfLanes;

@@ -435,9 +435,10 @@ bool right(const Isa& isa, const Made& made, Pool& pool, int threads) {
   }
   const int64_t outer = p.transpose ? p.k : p.n, inner = p.transpose ? p.n : p.k;
   const double roundings = float_roundings(p, lanes_of(isa));
-  // With AMX numbers are integers relative to the largest of some, and with VNNI where the weight is of integers.
-  const bool relative =
-      !p.transpose && (strcmp(isa.name, "amx") == 0 || (made.integers && strstr(isa.name, "avx512v") != nullptr));
+  // With AMX numbers are integers relative to the largest of some, and where the weight is of integers with VNNI too,
+  // and with AVX2 in one row.
+  const bool slices = strstr(isa.name, "avx512v") != nullptr || (strcmp(isa.name, "avx2") == 0 && p.m == 1);
+  const bool relative = !p.transpose && (strcmp(isa.name, "amx") == 0 || (made.integers && slices));
   const double of_integers = relative ? integer_error(p.coarse, static_cast<double>(inner)) : 0;
   double error = 0, mean = 0;
   memset(p.y, 0xff, p.batch * p.y_batch * (p.x_type == kFloat32 ? 4 : 2));  // all NaN

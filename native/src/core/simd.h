@@ -43,9 +43,8 @@
 //   kScalesTables         whether scaling a table of sixteen is faster than scaling the values of sixteen codes
 //   kLooksUpBytes         whether a table of 256 is faster than converting integers and floats of eight bits
 //   kInt8TileRows, kInt8DotRows, kInt8FewRows    of products of integers: as above
-//   kInRegisters          whether one row of `x` meets codes of integers that are decoded in registers, in vectors of
-//   64
-//                         bytes; then `kRegisterRows` rows of the weight at a time
+//   kInRegisters          whether one row of `x` meets codes of integers that are decoded in registers, in vectors
+//                         of 64 bytes; then `kRegisterRows` rows of the weight at a time
 //   kPacks                whether `x` is quantized and packed by vectors (`int8/pack_avx512.h`)
 #pragma once
 
@@ -84,7 +83,8 @@ struct SimdBase {
   }
 };
 
-// Where one row of x meets codes in registers: the vocabulary of vectors of 64 bytes, if registers are narrower.
+// The vocabulary of products of one row of x with codes in registers, whose vectors have 64 bytes: `V` itself, unless
+// its registers are narrower.
 template <class V>
 struct OneRow {
   using Vocabulary = V;

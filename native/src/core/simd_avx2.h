@@ -78,7 +78,7 @@ struct Simd : SimdBase {
   // `vpmaddubsw` would saturate, so codes are widened to 16 bits, where `vpmaddwd` is exact.
   EQQ_INLINE I dot(I acc, I w, I x) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w, x)); }
 
-  // Codes in the order of lookups: of sixteen bytes first each fourth one from the first on, then from the second on.
+  // Codes in the order of lookups: of sixteen bytes 0, 4, 8 and 12, then 1, 5, 9 and 13, and so on.
   template <int n>
   struct Shifted {
     Codes bytes;
@@ -95,7 +95,7 @@ struct Simd : SimdBase {
   EQQ_INLINE Table split(F low, F high) {
     const I a = _mm256_shuffle_epi8(_mm256_castps_si256(low), fourths());
     const I b = _mm256_shuffle_epi8(_mm256_castps_si256(high), fourths());
-    // The halves of each are four floats; what comes of two halves is four bytes of each float in turn.
+    // Each half has four floats, with all their bytes 0 first, then all bytes 1, and so on.
     const I even = _mm256_permute2x128_si256(a, b, 0x20), odd = _mm256_permute2x128_si256(a, b, 0x31);
     const I first = _mm256_permute4x64_epi64(_mm256_unpacklo_epi32(even, odd), 0xd8);
     const I last = _mm256_permute4x64_epi64(_mm256_unpackhi_epi32(even, odd), 0xd8);
@@ -203,7 +203,7 @@ struct Pairs : Simd {
   EQQ_INLINE I mul(I a, I b) { return {Simd::mul(a.low, b.low), Simd::mul(a.high, b.high)}; }
   EQQ_INLINE int32_t sum(I a) { return Simd::sum(Simd::add(a.low, a.high)); }
   EQQ_INLINE F to_float(I a) { return {Simd::to_float(a.low), Simd::to_float(a.high)}; }
-  // `vpmaddubsw` does not saturate up to `kMostCode`.
+  // `vpmaddubsw` saturates: two products of codes up to 127 fit in 16 bits, of codes up to 255 they do not.
   EQQ_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i x) {
     return Simd::dot(acc, _mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
   }

@@ -27,7 +27,7 @@ struct IntegerRow {
   using R = RowRegisters;
   static constexpr int64_t kRowsOfUnit = 16;
   static constexpr int64_t kLeast = 256;    // the sums of shorter rows have few roundings anyway
-  static constexpr int64_t kLongSpan = 4;   // planes of a span, unless it has one
+  static constexpr int64_t kLongSpan = 4;   // planes of a span with more than one
   static constexpr float kRange = 0x1p64f;  // the amax of a span is at most this, and at least its reciprocal
   static constexpr int kMostSlices = 4;
 
@@ -124,8 +124,9 @@ struct IntegerRow {
     }
   }
 
-  // Numbers of a span as `kX` slices: of each plane the bytes of a slice, and what sums of some products start from,
-  // minus the sum of these bytes times `zero`. Returns whether so many slices are enough.
+  // Writes the numbers of a span as `kX` slices: of each plane and slice its 64 bytes, and then the sums of each
+  // `kTogether` bytes times -`zero`, to which products with unsigned codes are added. Returns whether so many slices
+  // are enough.
   template <int kX>
   static bool pack_span(const Problem& p, const Detail& d, int64_t from, int64_t first, int64_t last, float inverse,
                         uint8_t* out) {
@@ -225,8 +226,8 @@ struct IntegerRow {
           integer_scales(reinterpret_cast<int16_t*>(of_blocks + scale_room(p, d))),
           integer_offsets(integer_scales + integer_room(d)) {}
 
-    // The scales of the spans of a row, and its integer scales. Floats that lie in memory one for each span are read
-    // there.
+    // Returns the scales of the spans of a row, where they are stored if that is one float for each span. Unpacks its
+    // integer scales.
     const float* fetch(const Problem& p, const Detail& d, int64_t row) const {
       if (p.scale_codes != nullptr) {
         decode_nested(p, p.scale, p.row_scale, row, of_spans);
@@ -241,7 +242,7 @@ struct IntegerRow {
         return of_spans;
       }
       EQQUANT_ISA::decode_scales(&p, row, 0, p.blocks, of_blocks);
-      if (halves) {  // the last one is alone
+      if (halves) {  // an odd number of them
         memcpy(of_spans, of_blocks, 4 * p.blocks);
         of_spans[p.blocks] = 0;
         return of_spans;

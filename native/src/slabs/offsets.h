@@ -20,9 +20,14 @@ void sums_of_row(const Problem* problem, int64_t batch, int64_t m, float* out) {
     float sum = 0;
     int64_t i = first;
     if (p.x_column == 1 && last - first >= kLanes) {
-      Floats some = {};
-      for (; i + kLanes <= last; i += kLanes) some += load_floats(x + i);
-      sum = sum_of(some);
+      Floats all = {};
+      while (i + kLanes <= last) {
+        Floats some = {};
+        for (const int64_t end = min64(i + kPart * kLanes, last); i + kLanes <= end; i += kLanes)
+          some += load_floats(x + i);
+        all += some;
+      }
+      sum = sum_of(all);
     }
     while (i < last) {
       float part = 0;

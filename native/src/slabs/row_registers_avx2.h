@@ -1,5 +1,5 @@
 // The registers of `IntegerRow` with AVX2: `vpmaddubsw` adds two products of bytes in 16 bits. Codes have at most six
-// bits, so that not even sums of four saturate.
+// bits, so that even sums of four products fit.
 #pragma once
 
 #include "core/simd_avx2.h"
@@ -56,7 +56,7 @@ struct RowRegisters {
     return integers;
   }
 
-  // The integer scales of half `half` of a span, repeated for each product.
+  // The integer scales of a half plane of a span, repeated for each product.
   template <int kPerPlane>
   EQQ_INLINE I scales_of_half(const int16_t* integers, int64_t half) {
     if (kPerPlane == 2) return _mm256_set1_epi16(integers[half]);

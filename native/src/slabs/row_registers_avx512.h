@@ -11,7 +11,7 @@ struct RowRegisters {
   using F = __m512;
   using Codes = I;
   using Integers = I;  // integer scales of a span
-  // Sums of so many products of bytes start from integers of this type.
+  // So many products of bytes are added up in an integer of this type.
   static constexpr int kTogether = 4;
   using Start = int32_t;
   static constexpr bool kHalves = false, kPlain = false;

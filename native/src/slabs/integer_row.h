@@ -114,9 +114,9 @@ struct IntegerRow {
   static void read_plane(const Problem& p, int64_t at, int64_t count, float* out) {
     using A = Arrays<S>;
     count = min64(count, kPlane);
-    for (int64_t i = max64(count, 0); i < kPlane; ++i) out[i] = 0;
+    for (int64_t i = count; i < kPlane; ++i) out[i] = 0;
     if (p.x_type == kFloat32) {
-      memcpy(out, static_cast<const float*>(p.x) + at, 4 * max64(count, 0));
+      memcpy(out, static_cast<const float*>(p.x) + at, 4 * count);
     } else if (p.x_type == kBFloat16) {
       for (int64_t i = 0; i < count; ++i) out[i] = A::template read<kBFloat16>(p.x, at + i);
     } else {
@@ -282,17 +282,15 @@ struct IntegerRow {
         scales_of_rows(&p, true, true, row, 1, 0, p.blocks, offsets, nullptr);
         EQQUANT_ISA::decode_scales(&p, row, 0, p.blocks, of_blocks);
         add_multiple(of_blocks, p.blocks, d.middle, offsets);
-        float result;
-        multiply_sums<1>(&offsets, sums, p.blocks, &result);
-        return result;
-      }
-      decode_nested(p, p.offset, nullptr, row, of_blocks);
-      unpack_integers(p, d, p.offset_codes, row, integer_offsets);
-      const int64_t in_span = kLongSpan * kPlane / p.block_size;  // 8 or 16
-      for (int64_t block = 0; block < p.blocks; block += 8) {
-        const float scale = of_spans[block / in_span] * d.middle, of_offset = of_blocks[block / in_span];
-        store_vector(offsets + block,
-                     eight_floats(integer_scales + block) * scale + eight_floats(integer_offsets + block) * of_offset);
+      } else {
+        decode_nested(p, p.offset, nullptr, row, of_blocks);
+        unpack_integers(p, d, p.offset_codes, row, integer_offsets);
+        const int64_t in_span = kLongSpan * kPlane / p.block_size;  // 8 or 16
+        for (int64_t block = 0; block < p.blocks; block += 8) {
+          const float scale = of_spans[block / in_span] * d.middle, of_offset = of_blocks[block / in_span];
+          store_vector(offsets + block, eight_floats(integer_scales + block) * scale +
+                                            eight_floats(integer_offsets + block) * of_offset);
+        }
       }
       float result;
       multiply_sums<1>(&offsets, sums, p.blocks, &result);

@@ -28,27 +28,8 @@ struct RowRegisters {
 
   template <int kBits>
   EQQ_INLINE Codes codes_of_plane(const uint8_t* bytes, int plane) {
-    return {unpack_half<kBits>(bytes, plane), unpack_half<kBits>(bytes + 32, plane)};
-  }
-
-  // Half of a plane of the codes of a segment, as `unpack_plane`.
-  template <int kBits>
-  EQQ_INLINE I unpack_half(const uint8_t* bytes, int plane) {
-    constexpr int kNarrowest = kBits & -kBits, kPlanes = 8 / kNarrowest;
-    I codes = _mm256_setzero_si256();
-    int start = 0, done = 0;
-#pragma GCC unroll 3
-    for (int width = 4; width > 0; width /= 2) {
-      if ((kBits & width) == 0) continue;
-      const int shared = 8 / width, shift = width * (plane % shared);
-      const I all = load(bytes + kPlane * (start + plane / shared));
-      const I part =
-          _mm256_and_si256(_mm256_srli_epi16(all, shift), _mm256_set1_epi8(static_cast<char>((1 << width) - 1)));
-      codes = _mm256_or_si256(codes, _mm256_slli_epi16(part, done));
-      start += kPlanes / shared;
-      done += width;
-    }
-    return codes;
+    typedef uint64_t Half __attribute__((vector_size(32)));
+    return {(I)unpack_plane<kBits, Half>(bytes, plane), (I)unpack_plane<kBits, Half>(bytes + 32, plane)};
   }
 
   template <int kPerPlane>

@@ -31,17 +31,17 @@ EQQ_INLINE const uint8_t* unpack_part(const uint8_t* bytes, const uint8_t* limit
   return bytes + plane;
 }
 
-// A plane of the codes of a whole segment.
-template <int kBits>
-EQQ_INLINE Segment unpack_plane(const uint8_t* bytes, int plane) {
+// A plane of the codes of a whole segment; or a part of one, as wide as a narrower vector.
+template <int kBits, typename Vector = Segment>
+EQQ_INLINE Vector unpack_plane(const uint8_t* bytes, int plane) {
   constexpr int kNarrowest = kBits & -kBits, kPlanes = 8 / kNarrowest;
-  Segment codes = {};
+  Vector codes = {};
   int start = 0, done = 0;
 #pragma GCC unroll 3
   for (int width = 4; width > 0; width /= 2) {
     if ((kBits & width) == 0) continue;
     const int shared = 8 / width;
-    Segment all;
+    Vector all;
     memcpy(&all, bytes + kPlane * (start + plane / shared), sizeof all);
     codes |= (all >> (width * (plane % shared)) & (0x0101010101010101u * ((1u << width) - 1))) << done;
     start += kPlanes / shared;

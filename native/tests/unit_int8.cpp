@@ -421,8 +421,8 @@ void add_infinities() {
                    p.w.pack_codes();
                  });
     }
-  // The same where tables are not consecutive, whose largest value less the lowest decides how they are multiplied.
-  for (const int range : {127, 128, 255})
+  // The same of tables, whose largest value less the lowest decides how many products are added up in 16 bits.
+  for (const int range : {15, 31, 63, 127, 128, 255})
     for (const int64_t block : {16, 32, 64, 256}) {
       Form form = integers(4);
       form.n = 5;

@@ -20,6 +20,8 @@
 //   load_int(p), store(p, a), broadcast_int(a), zero_int(), add, mul, sum(a), to_float(a)
 //   dot(acc, w, x)        acc + the products of the `kGroup` codes of each lane, exactly: two of 16 bits, or
 //                         four bytes; codes of w are unsigned, at most `kMostCode`, less `kBias`
+//   add_products(sums, w, x), add_sums(acc, sums)    the same in two steps, if `kSumsHalves`: sums of two products have
+//                         16 bits, and those of `most_products(largest)` codes of w can be added up
 //   spread_int(p, lanes)  as `spread`;  load_int(p, n)   the first n bytes, and zeros; where a vector has over 16 codes
 //   byte_codes<bits>(a, plane), byte_table(p), lookup_bytes(table, codes)     of bytes, if `kInRegisters`
 //
@@ -59,7 +61,7 @@ namespace {
 // Operations that all instruction sets share, and operations of few.
 struct SimdBase {
   static constexpr bool kTablesOfBytes = false, kSumsRows = false, kFusesFew = false, kLooksUpBytes = false;
-  static constexpr bool kInRegisters = false, kPacks = false;
+  static constexpr bool kInRegisters = false, kPacks = false, kSumsHalves = false;
   static constexpr bool (*accepts)(const Problem*) = nullptr;
   static constexpr const MatmulKernel *kOtherMatmul = nullptr, *kOtherDecode = nullptr;
   static constexpr int kBias = 0, kMostCode = 255;
@@ -83,11 +85,13 @@ struct SimdBase {
   }
 };
 
-// The vocabulary of products of one row of x with codes in registers, whose vectors have 64 bytes: `V` itself, unless
-// its registers are narrower.
+// The vocabularies of products of integers with codes up to their `kMostCode`: of one row of x with codes in registers,
+// whose vectors have 64 bytes, and of all others. They are `V` itself, unless that has narrower registers, or
+// multiplies wider codes.
 template <class V>
-struct OneRow {
-  using Vocabulary = V;
+struct SmallCodes {
+  using OneRow = V;
+  using Rows = V;
 };
 
 }  // namespace

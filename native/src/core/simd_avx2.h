@@ -170,8 +170,31 @@ struct Simd : SimdBase {
   EQQ_INLINE uint16_t one_to_f16(float value) { return _cvtss_sh(value, 0); }
 };
 
-// Two registers as one vector of sixteen lanes, or of 64 bytes, for one row of `x`. Codes are multiplied as bytes.
-struct Pairs : Simd {
+// Codes up to 127, multiplied as bytes. `vpmaddubsw` saturates: two products of codes up to 127 fit in 16 bits, of
+// codes up to 255 they do not.
+struct Bytes : Simd {
+  static constexpr int kGroup = 4, kMostCode = 127, kInt8TileRows = 6;
+  static constexpr bool kSumsHalves = true;
+
+  EQQ_INLINE int64_t most_products(int32_t largest) { return 32767 / (2 * 128 * (largest > 0 ? largest : 1)); }
+  EQQ_INLINE I add_products(I sums, I w, I x) {
+    sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(w, x));
+    __asm__ volatile(""
+                     : "+x"(sums));  // GCC would form the products of a whole tile first, and has no registers for them
+    return sums;
+  }
+  EQQ_INLINE I add_sums(I acc, I sums) { return Simd::dot(acc, sums, _mm256_set1_epi16(1)); }
+  EQQ_INLINE I dot(I acc, I w, I x) { return add_sums(acc, _mm256_maddubs_epi16(w, x)); }
+
+  // Of two blocks: there are no smaller ones.
+  EQQ_INLINE Lanes lanes(int, int) { return Simd::lanes(0, 4); }
+  EQQ_INLINE I spread_int(const int32_t* p, Lanes lanes) {
+    return _mm256_castps_si256(spread(reinterpret_cast<const float*>(p), lanes));
+  }
+};
+
+// Two registers as one vector of sixteen lanes, or of 64 bytes, for one row of `x`.
+struct Pairs : Bytes {
   struct F {
     __m256 low, high;
   };
@@ -180,7 +203,6 @@ struct Pairs : Simd {
   };
   using Lanes = I;
   static constexpr int L = 16;
-  static constexpr int kGroup = 4, kMostCode = 127;
   static constexpr bool kInRegisters = true;
   static constexpr int kRegisterRows = 2;
 
@@ -203,11 +225,9 @@ struct Pairs : Simd {
   EQQ_INLINE I mul(I a, I b) { return {Simd::mul(a.low, b.low), Simd::mul(a.high, b.high)}; }
   EQQ_INLINE int32_t sum(I a) { return Simd::sum(Simd::add(a.low, a.high)); }
   EQQ_INLINE F to_float(I a) { return {Simd::to_float(a.low), Simd::to_float(a.high)}; }
-  // `vpmaddubsw` saturates: two products of codes up to 127 fit in 16 bits, of codes up to 255 they do not.
-  EQQ_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i x) {
-    return Simd::dot(acc, _mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
+  EQQ_INLINE I dot(I acc, I w, I x) {
+    return {Bytes::dot(acc.low, w.low, x.low), Bytes::dot(acc.high, w.high, x.high)};
   }
-  EQQ_INLINE I dot(I acc, I w, I x) { return {dot_half(acc.low, w.low, x.low), dot_half(acc.high, w.high, x.high)}; }
 
   EQQ_INLINE Lanes lanes(int, int n) { return {Simd::lanes(0, n), Simd::lanes(1, n)}; }
   EQQ_INLINE F spread(const float* p, Lanes lanes) { return {Simd::spread(p, lanes.low), Simd::spread(p, lanes.high)}; }
@@ -238,8 +258,9 @@ struct Pairs : Simd {
 namespace {
 
 template <>
-struct OneRow<avx2::Simd> {
-  using Vocabulary = avx2::Pairs;
+struct SmallCodes<avx2::Simd> {
+  using OneRow = avx2::Pairs;
+  using Rows = avx2::Bytes;
 };
 
 }  // namespace

@@ -14,6 +14,47 @@ struct Int8FewRows {
   using F = typename V::F;
   static constexpr int L = V::L;
 
+  // Adds products of `vectors` vectors of codes, which begin at `w` and `x`, to sums of rows and rows of `x`.
+  template <int kRows, int kM, class Add>
+  EQQ_INLINE void add_vectors(const uint8_t* const* w, const uint8_t* x, int64_t x_row, int64_t from, int64_t to,
+                              I (*sums)[kM], Add add) {
+    for (int64_t at = from; at < to; at += 4 * L) {
+      I ws[kRows];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) ws[i] = V::load_int(w[i] + at);
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) {
+        const I xs = V::load_int(x + m * x_row + at);
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i) sums[i][m] = add(sums[i][m], ws[i], xs);
+      }
+    }
+  }
+
+  // The same, in sums of 16 bits where that is faster.
+  template <int kRows, int kM>
+  EQQ_INLINE void multiply(const uint8_t* const* w, const uint8_t* x, int64_t x_row, int64_t from, int64_t to,
+                           int64_t most, I (*acc)[kM]) {
+    if constexpr (V::kSumsHalves) {
+      while (from < to) {
+        const int64_t stop = min64(to, from + most);
+        I halves[kRows][kM];
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+          for (int m = 0; m < kM; ++m) halves[i][m] = V::zero_int();
+        add_vectors<kRows, kM>(w, x, x_row, from, stop, halves, [](I a, I b, I c) { return V::add_products(a, b, c); });
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+          for (int m = 0; m < kM; ++m) acc[i][m] = V::add_sums(acc[i][m], halves[i][m]);
+        from = stop;
+      }
+    } else {
+      add_vectors<kRows, kM>(w, x, x_row, from, to, acc, [](I a, I b, I c) { return V::dot(a, b, c); });
+    }
+  }
+
   struct Dot {
     const uint8_t* w[8];
     const uint8_t* x;
@@ -24,6 +65,7 @@ struct Int8FewRows {
     const float* scale;    // `kRunRoom` apart
     const int32_t* offset;
     int64_t runs, size;  // of the step
+    int64_t most = 0;    // bytes whose products are added up in 16 bits, if `kSumsHalves`
     void* sums;          // vectors of rows and rows of `x`: floats if summed by lanes, else integers
   };
 
@@ -52,17 +94,8 @@ struct Int8FewRows {
           if (W::kCorrects && kZero) acc[i][m] = V::mul(acc[i][m], offset);
         }
       }
-      for (int64_t j = 0; j < vectors; ++j, at += 4 * L) {
-        I w[kRows];
-#pragma GCC unroll 8
-        for (int i = 0; i < kRows; ++i) w[i] = V::load_int(a.w[i] + at);
-#pragma GCC unroll 8
-        for (int m = 0; m < kAll; ++m) {
-          const I x = V::load_int(a.x + m * a.x_row + at);
-#pragma GCC unroll 8
-          for (int i = 0; i < kRows; ++i) acc[i][m] = V::dot(acc[i][m], w[i], x);
-        }
-      }
+      multiply<kRows, kAll>(a.w, a.x, a.x_row, at, at + 4 * L * vectors, a.most, acc);
+      at += 4 * L * vectors;
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const F scale = W::several(a.scale + i * kRunRoom + run, together);
@@ -100,17 +133,7 @@ struct Int8FewRows {
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
       for (int m = 0; m < kM; ++m) acc[i][m] = V::load_int(memory + (i * kM + m) * L);
-    for (int64_t at = 0; at < a.size * W::kBytes; at += 4 * L) {
-      I w[kRows];
-#pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) w[i] = V::load_int(a.w[i] + at);
-#pragma GCC unroll 8
-      for (int m = 0; m < kM; ++m) {
-        const I x = V::load_int(a.x + m * a.x_row + at);
-#pragma GCC unroll 8
-        for (int i = 0; i < kRows; ++i) acc[i][m] = V::dot(acc[i][m], w[i], x);
-      }
-    }
+    multiply<kRows, kM>(a.w, a.x, a.x_row, 0, a.size * W::kBytes, a.most, acc);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
@@ -184,6 +207,7 @@ struct Int8FewRows {
     a.shift = reinterpret_cast<const int32_t*>(shared) + (p.batch + batch) * d.m_padded;
     a.scale = scale;
     a.offset = offset;
+    if constexpr (V::kSumsHalves) a.most = 4 * L * V::most_products(largest_code(p));
     for (int64_t i = 0; i < count; i += kRows) {
       const int64_t rows = min64(kRows, count - i), row = first_row(&p, batch) + first + i;
       memset(partial, 0, 4 * kRows * all * L);

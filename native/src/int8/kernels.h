@@ -14,20 +14,28 @@ namespace {
 
 template <class V>
 struct Int8Kernels {
-  using Vocabulary = typename OneRow<V>::Vocabulary;
-  using Registers = Int8OneRow<Vocabulary>;
+  using OneRow = typename SmallCodes<V>::OneRow;
+  using Rows = typename SmallCodes<V>::Rows;
+  using Registers = Int8OneRow<OneRow>;
 
   static bool in_registers(const Int8Problem* problem) {
     return Registers::in_registers(*problem, runs_of(problem->p));
   }
 
+  // Calls `f` with the vocabulary of a product that unpacks codes before it multiplies them.
+  template <class F>
+  EQQ_INLINE void unpacked(const Int8Problem* problem, F f) {
+    Rows::kMostCode == 255 || largest_code(problem->p) <= Rows::kMostCode ? f(Rows()) : f(V());
+  }
+
   static void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
-    in_registers(problem) ? plan_for<Vocabulary>(problem, threads, out) : plan_for<V>(problem, threads, out);
+    if (in_registers(problem)) return plan_for<OneRow>(problem, threads, out);
+    unpacked(problem, [=](auto u) { plan_for<decltype(u)>(problem, threads, out); });
   }
 
   static void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t part) {
-    in_registers(problem) ? Int8Prepare<Vocabulary>::prepare(problem, plan, memory, part)
-                          : Int8Prepare<V>::prepare(problem, plan, memory, part);
+    if (in_registers(problem)) return Int8Prepare<OneRow>::prepare(problem, plan, memory, part);
+    unpacked(problem, [=](auto u) { Int8Prepare<decltype(u)>::prepare(problem, plan, memory, part); });
   }
 
   // `U`: the vocabulary of the method.
@@ -75,13 +83,15 @@ struct Int8Kernels {
                   batch = unit / d.chunks / d.row_blocks;
     const int64_t first = chunk * d.rows, count = min64(d.rows, problem->p.n - first);
     const char* memory = static_cast<const char*>(shared);
-    if (in_registers(problem)) {
-      Registers::run(problem->p, d, memory, batch, first, count);
-    } else if (d.method == kFewMethod) {
-      Int8FewRows<V>::run(*problem, d, memory, static_cast<char*>(own), batch, first, count);
-    } else {
-      Int8ManyRows<V>::run(*problem, d, memory, static_cast<char*>(own), batch, block, first, count);
-    }
+    if (in_registers(problem)) return Registers::run(problem->p, d, memory, batch, first, count);
+    unpacked(problem, [&](auto u) {
+      using U = decltype(u);
+      if (d.method == kFewMethod) {
+        Int8FewRows<U>::run(*problem, d, memory, static_cast<char*>(own), batch, first, count);
+      } else {
+        Int8ManyRows<U>::run(*problem, d, memory, static_cast<char*>(own), batch, block, first, count);
+      }
+    });
   }
 };
 

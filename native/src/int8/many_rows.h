@@ -15,6 +15,7 @@ struct Panel {
   const uint8_t* next;  // the same bytes of the next tile, which are fetched; or null
   int64_t next_row;     // bytes from one of its rows to the next
   int64_t bits;         // of a code
+  int64_t most = 0;     // products that are added up in 16 bits, if `kSumsHalves`
   Step step;
   const int32_t* sums_x;  // of the lanes for each run, runs `sums_stride` apart
   int64_t sums_stride;
@@ -32,7 +33,7 @@ struct Int8ManyRows {
   using W = Int8Weight<V>;
   using I = typename V::I;
   using F = typename V::F;
-  static constexpr int L = V::L;
+  static constexpr int L = V::L, kThirds = (V::kInt8TileRows + 2) / 3;
 
   // GCC would have a pointer for each row, and keep sums of all runs in registers, which are too few.
   template <typename T>
@@ -40,17 +41,40 @@ struct Int8ManyRows {
     __asm__("" : "+r"(p));
   }
 
+  // Adds products of the groups from `x` to `end` to sums of a tile.
+  template <int kVectors, class Add>
+  EQQ_INLINE void add_groups(const uint8_t** w, int64_t w_row, const uint8_t*& x, int64_t x_panel, const uint8_t* end,
+                             I (*sums)[kVectors], Add add) {
+    while (x < end) {
+      I xs[kVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) xs[v] = V::load_int(x + v * x_panel);
+#pragma GCC unroll 16
+      for (int i = 0; i < V::kInt8TileRows; ++i) {
+        const I ws = W::word(w[i / 3] + i % 3 * w_row);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) sums[i][v] = add(sums[i][v], ws, xs[v]);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kThirds; ++i) {
+        w[i] += 4;
+        hide(w[i]);
+      }
+      x += 4 * L;
+    }
+  }
+
   // `kSeveral`: whether the step has several runs.
   template <int kVectors, bool kZero, bool kShift, bool kSeveral>
   EQQ_NOINLINE void tile(const Panel& a) {
     constexpr int kRows = V::kInt8TileRows, kWidth = kVectors * L;
-    constexpr int kThirds = (kRows + 2) / 3;
     const uint8_t* w[kThirds];  // every third row
 #pragma GCC unroll 4
     for (int i = 0; i < kThirds; ++i) w[i] = a.w + 3 * i * a.w_row;
     const uint8_t* x = a.x;
     // Copies, since vectors that are stored might be of what `a` points to, for all that GCC knows.
-    const int64_t w_row = a.w_row, x_panel = a.x_panel, runs = kSeveral ? a.step.runs : 1, length = a.step.length;
+    const int64_t w_row = a.w_row, x_panel = a.x_panel, most = 4 * L * a.most, runs = kSeveral ? a.step.runs : 1,
+                  length = a.step.length;
     const int32_t *sums_x = a.sums_x, *offset = a.offset, *weights = a.weights;
     const float* scale = a.scale;
     const bool begins = kSeveral || a.step.begins, ends = kSeveral || a.step.ends;
@@ -82,21 +106,24 @@ struct Int8ManyRows {
           for (int i = 0; i < kRows; ++i) __builtin_prefetch(a.next + i * a.next_row + bits / 8, 0, 2);
         }
         bits += codes * a.bits;
-        for (const uint8_t* end = x + codes * W::kBytes * L; x < end; x += 4 * L) {
-          I xs[kVectors];
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) xs[v] = V::load_int(x + v * x_panel);
+        const uint8_t* end = x + codes * W::kBytes * L;
+        if constexpr (V::kSumsHalves) {
+          while (x < end) {
+            const uint8_t* stop = min64(end - x, most) + x;
+            I halves[kRows][kVectors];
 #pragma GCC unroll 16
-          for (int i = 0; i < kRows; ++i) {
-            const I ws = W::word(w[i / 3] + i % 3 * w_row);
+            for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
-            for (int v = 0; v < kVectors; ++v) acc[i][v] = V::dot(acc[i][v], ws, xs[v]);
+              for (int v = 0; v < kVectors; ++v) halves[i][v] = V::zero_int();
+            add_groups<kVectors>(w, w_row, x, x_panel, stop, halves,
+                                 [](I a, I b, I c) { return V::add_products(a, b, c); });
+#pragma GCC unroll 16
+            for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 2
+              for (int v = 0; v < kVectors; ++v) acc[i][v] = V::add_sums(acc[i][v], halves[i][v]);
           }
-#pragma GCC unroll 4
-          for (int i = 0; i < kThirds; ++i) {
-            w[i] += 4;
-            hide(w[i]);
-          }
+        } else {
+          add_groups<kVectors>(w, w_row, x, x_panel, end, acc, [](I a, I b, I c) { return V::dot(a, b, c); });
         }
       }
 #pragma GCC unroll 16
@@ -203,6 +230,7 @@ struct Int8ManyRows {
     a.weights = weights;
     a.offset = p.zero_point != nullptr ? offset : nullptr;
     a.bits = p.bits;
+    if constexpr (V::kSumsHalves) a.most = V::most_products(largest_code(p));
     a.next_row = p.words;
     Step s = first_step(r);
     Step next = s;  // behind a step of the last rows comes the next one of the first

@@ -15,7 +15,7 @@ from eqquant._methods import gptq
 from eqquant._methods.gptq import OUTPUT_DAMPING, ROWS
 from eqquant.calibrate import collect_stats
 
-from .helpers import assert_same, FORMATS, outputs, SWEPT_SCALARS, weights
+from .helpers import assert_same, FORMATS, heavy_tailed, outputs, SWEPT_SCALARS, weights
 
 
 class Fixed(eqq.extend.AbstractScaleMethod):
@@ -81,7 +81,7 @@ def test_every_format(name):
 
 @pytest.mark.long
 def test_order_and_scales_lower_the_error():
-    x, w = inputs(), jr.t(jr.key(1), 5.0, (64, 96))
+    x, w = inputs(), heavy_tailed((64, 96), freedom=5.0)
     gram = compute_gram(x)
     of = lambda **kwargs: loss(eqq.quantize(w, eqq.Int2(32), method=eqq.GPTQ(gram=gram, **kwargs)), w, gram)
     assert of() < of(order=None)
@@ -308,7 +308,7 @@ def test_plans_take_methods_with_statistics(tower):
 
 @pytest.mark.long
 def test_weights_count_by_their_inputs():
-    x, w = inputs(64), jr.t(jr.key(1), 3.0, (32, 64))
+    x, w = inputs(64), heavy_tailed((32, 64))
     moments, format = jnp.mean(jnp.square(x), axis=0), eqq.Int4(64)
     weights = moments / moments.mean() + 0.01
     squared = lambda q: jnp.sum(jnp.square(q.dequantize() - w) * weights[None], axis=-1)

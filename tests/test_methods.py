@@ -19,7 +19,7 @@ from eqquant._methods.hqq import _half_quadratic, _shrink
 from eqquant._methods.search import fit, Search, search_least_squares
 from eqquant._methods.stochastic import move_stochastically
 
-from .helpers import assert_same, FORMATS as CONTRACT, mark_slow, SWEPT_FORMATS, weights
+from .helpers import assert_same, FORMATS as CONTRACT, heavy_tailed, mark_slow, SWEPT_FORMATS, weights
 
 
 FORMATS = {
@@ -68,7 +68,7 @@ def rule(request):
 
 
 def heavy(shape=(64, 512), seed=0):
-    return jr.t(jr.key(seed), 3.0, shape)
+    return heavy_tailed(shape, seed)
 
 
 def errors(w, format, method=None):

@@ -14,7 +14,7 @@ struct Int8FewRows {
   using F = typename V::F;
   static constexpr int L = V::L;
 
-  // Adds products of `vectors` vectors of codes, which begin at `w` and `x`, to sums of rows and rows of `x`.
+  // Adds products of bytes `from` to `to` of rows of the weight and of `x` to the sums of each pair of rows.
   template <int kRows, int kM, class Add>
   EQQ_INLINE void add_vectors(const uint8_t* const* w, const uint8_t* x, int64_t x_row, int64_t from, int64_t to,
                               I (*sums)[kM], Add add) {

@@ -193,11 +193,16 @@ def _per_element(per_block, format, length):
 # Transformations
 
 
-def test_vmap_of_quantize(row, getkey):
+def test_vmap_of_quantize(row, setting, getkey):
     x = weights(getkey(), (3, 6, 200))
     stacked = jax.vmap(lambda x: eqq.quantize(x, row.format))(x)
     assert stacked.shape == x.shape
     each = [eqq.quantize(x[i], row.format) for i in range(3)]
+    if setting == "no_jit" and isinstance(row.format, eqq.NVFP4):
+        # XLA divides a single number exactly, and several by the reciprocal of the divisor: the scale of a tensor may
+        # differ by a unit in its last place, and its products by two.
+        expected = np.stack([np.asarray(q.dequantize()) for q in each])
+        return np.testing.assert_allclose(np.asarray(stacked.dequantize()), expected, rtol=2**-22)
     assert_same(stacked, jtu.tree_map(lambda *a: jnp.stack(a), *each))
     assert_same(jtu.tree_map(lambda a: a[1], stacked), each[1])
 

@@ -51,14 +51,15 @@ def test_convolutions_multiply_integers(groups, channels, size, format, getkey):
 
 
 def test_large_sums_with_zero_points_are_exact(getkey):
-    """Sums over half of the channels exceed 2^24; both halves together are small."""
+    """Sums over half of the channels of a group exceed 2^24; both halves together are small."""
     near_one = lambda *shape: 1 + 0.01 * np.asarray(weights(getkey(), shape))
-    x, signs = jnp.asarray(near_one(1, 128, 4, 4)), np.repeat([1, -1], 64)[:, None, None]
+    x, signs = jnp.asarray(near_one(1, 256, 4, 4)), np.repeat([1, -1], 64)[:, None, None]
     q = eqq.quantize(jnp.asarray(signs * near_one(6, 128, 4, 4), jnp.float32), eqq.Int8(), axis=(1, 2, 3))
-    convolve = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "VALID")
-    y = jax.jit(eqq.quaxify(convolve))(x, eqq.arrays.ActivationQuantizedArray(q, AFFINE)).reshape(6)
+    convolve = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "VALID", feature_group_count=2)
+    y = jax.jit(eqq.quaxify(convolve))(x, eqq.arrays.ActivationQuantizedArray(q, AFFINE)).reshape(2, 3)
     (a, s), (b, t) = split_integers(eqq.quantize(x.reshape(1, -1), AFFINE)), split_integers(q)
-    np.testing.assert_allclose(y, b.reshape(6, -1) @ a.reshape(-1) * (s * t)[:, 0], rtol=1e-6)
+    sums = np.einsum("goi,gi->go", b.reshape(2, 3, -1), a.reshape(2, -1))
+    np.testing.assert_allclose(y, sums * (s * t).reshape(2, 3), rtol=1e-6)
 
 
 @pytest.mark.long

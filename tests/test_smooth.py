@@ -235,7 +235,7 @@ def test_channels_of_heads():
 
 
 def test_heads_and_stacks_by_hand():
-    """In NumPy: heads that share values share factors, the largest of them, and each layer has its own."""
+    """In NumPy: heads that share values share factors, by their largest or their mean, and each layer has its own."""
     rng = np.random.default_rng(0)
     random = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     model = {"value": {"weight": random(6, 8), "bias": random(6)}, "output": {"weight": random(5, 12)}}
@@ -249,6 +249,13 @@ def test_heads_and_stacks_by_hand():
     factor = pool(high) ** 0.7 / pool(np.abs(w).max(0)) ** 0.3
     close(folded["output"]["weight"], w * np.repeat(factor, 2, 0).reshape(-1))
     close(folded["value"]["weight"], v / factor.reshape(-1, 1))
+    close(folded["value"]["bias"], bias / factor.reshape(-1))
+    seen = dataclasses.replace(seen, mean_abs=high, gram=np.diag(high**4))
+    method = eqq.transforms.AWQ({"output.weight": seen}, eqq.Int2(None), grid=2)  # takes all of the mean, or nothing
+    folded = eqq.transforms.smooth(model, method, fold=fold, where=lambda m: m["output"]["weight"])
+    factor = high.reshape(2, 2, 3).mean(1)
+    factor /= np.sqrt(factor.min() * factor.max())
+    close(folded["output"]["weight"], w * np.repeat(factor, 2, 0).reshape(-1))
     close(folded["value"]["bias"], bias / factor.reshape(-1))
     layers = {"w": random(2, 5, 8)}
     seen = LeafStats("w", (2, 5, 8), -1, "", np.array([9, 9]), -stacked, stacked / 2, second_moment=stacked**2)

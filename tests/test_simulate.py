@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import eqquant as eqq
+from eqquant._wrappers.learned_scale import ste_source
 
 from .helpers import assert_same, FORMATS, Halved, KINDS, primitives, SWEPT_FORMATS, weights
 
@@ -349,6 +350,15 @@ def test_gradients_of_learned_scales(getkey):
     close(x_grad, np.where(x_inside, dx, 0))
     close(w_grad.array.log_factor, (dw * w_slope).sum(-1) / np.sqrt(32 * 8))
     close(w_grad.log_factor, (dx * x_slope).sum() / np.sqrt(64 * 255))
+
+
+def test_gradients_of_learned_scales_of_short_rows(getkey):
+    """A row of 20 values has no whole block of 32: the gradient is divided by the root of 20 times the last level."""
+    rows = weights(getkey(), (3, 20))
+    q = eqq.quantize(rows, eqq.Int4(32))
+    gradient = jax.grad(lambda log_factor: jnp.sum(ste_source(rows, q, log_factor)))(jnp.zeros((3, 1)))
+    slope = np.asarray(q.dequantize(), np.float64) - np.asarray(rows, np.float64)
+    np.testing.assert_allclose(gradient, slope.sum(-1, keepdims=True) / np.sqrt(20 * 8), rtol=1e-4, atol=1e-6)
 
 
 def test_a_static_scale_passes_no_gradient_to_what_it_clips(getkey):

@@ -349,7 +349,9 @@ def test_percentiles_are_as_accurate_as_stated(shape):
         "positive": rng.exponential(size=20_000) + 5,
         "spikes": np.where(rng.uniform(size=20_000) < 0.3, 2.5, -1e-4 * rng.normal(size=20_000)),
     }[shape].astype(np.float32)
-    sketch = ft.reduce(lambda cal, part: cal.update(part), np.split(x, 8), Percentile()).seen
+    cal = ft.reduce(lambda cal, part: cal.update(part), np.split(x, 8), Percentile(lower=0, upper=100))
+    sketch = cal.seen
+    np.testing.assert_array_equal(np.ravel(cal.range()), [x.min(), x.max()])
     for p in (0.01, 1, 5, 25, 50, 75, 99, 99.9, 99.99):
         # The order statistic at rank p n / 100, to 1/64, or zero below 2**-24 of the largest.
         exact = np.sort(x)[int(Fraction(str(p)) * x.size / 100)]

@@ -54,8 +54,8 @@ def ste_source(
 
     `log_factor`, the logarithm of a learned factor of the scales, receives the gradient of learned step sizes (LSQ).
     With $\hat v = s c$ for a code $c$ near $v / s$, it is $\partial \hat v / \partial \log s = \hat v - v$, or $\hat v$
-    where $v$ is clipped. The gradient is divided by $\sqrt{n c_{\max}}$ for $n$ values with one scale, so that
-    scales and weights learn at similar speed.
+    where $v$ is clipped. The gradient is divided by $\sqrt{n c_{\max}}$ for blocks of $n$ values, or
+    rows shorter than that, so that scales and weights learn at similar speed.
 
     **Arguments:**
 

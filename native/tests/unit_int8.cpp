@@ -234,17 +234,19 @@ void add_long_blocks() {
   form.k = 80005;
   form.block = 40000;
   by_methods("blocks of 40000", form, kUnsignedCodes);
-  // And the largest sums that there are. In 32 bits the sum of more than 33025 such products would change its sign.
+  // 2^31 / 255^2 is 33025 codes: two runs of 32768 just fit, and a longer block must be split in more.
   form.table = kFromZero;
   form.zero_points = true;
-  form.k = form.block = 2 * 33088;
-  by_methods("the largest products", form, kAffineCodes, [](Int8Product& product) {
-    for (int64_t i = 0; i < 2 * product.k; ++i) product.w.codes[i] = i < product.k ? 255 : 0;
-    product.w.zeros = {0, 255};
-    product.w.pack_codes();
-    for (double& number : product.x) number = 255;
-    for (uint8_t& zero : product.zeros) zero = 0;
-  });
+  for (const int64_t length : {2 * 32768, 2 * 33088}) {
+    form.k = form.block = length;
+    by_methods("the largest products of " + to_string(length), form, kAffineCodes, [](Int8Product& product) {
+      for (int64_t i = 0; i < 2 * product.k; ++i) product.w.codes[i] = i < product.k ? 255 : 0;
+      product.w.zeros = {0, 255};
+      product.w.pack_codes();
+      for (double& number : product.x) number = 255;
+      for (uint8_t& zero : product.zeros) zero = 0;
+    });
+  }
   // One row takes the scales of 4096 codes at a time.
   for (const int bits : {4, 8})
     for (const int64_t block : {16, 32, 64, 128}) {
@@ -432,7 +434,7 @@ void add_infinities() {
                    p.w.pack_codes();
                  });
     }
-  // The same of tables, whose largest value less the lowest decides how many products are added up in 16 bits.
+  // The same for tables of several ranges: the range decides how many products are added up in 16 bits.
   for (const int range : {15, 31, 63, 127, 128, 255})
     for (const int64_t block : {16, 32, 64, 256}) {
       Form form = integers(4);

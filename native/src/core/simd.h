@@ -20,8 +20,10 @@
 //   load_int(p), store(p, a), broadcast_int(a), zero_int(), add, mul, sum(a), to_float(a)
 //   dot(acc, w, x)        acc + the products of the `kGroup` codes of each lane, exactly: two of 16 bits, or
 //                         four bytes; codes of w are unsigned, at most `kMostCode`, less `kBias`
-//   add_products(sums, w, x), add_sums(acc, sums)    the same in two steps, if `kSumsHalves`: sums of two products have
-//                         16 bits, and those of `most_products(largest)` codes of w can be added up
+//   add_products(sums, w, x)    adds the products of each pair of codes to sums of 16 bits, if `kSumsIn16Bits`; then
+//                         add_sums(acc, sums) adds each pair of these to a sum of 32 bits
+//   most_additions(largest)     how many of the former may come before the latter, for codes up to `largest`, which is
+//                         at most `kMostCode`
 //   spread_int(p, lanes)  as `spread`;  load_int(p, n)   the first n bytes, and zeros; where a vector has over 16 codes
 //   byte_codes<bits>(a, plane), byte_table(p), lookup_bytes(table, codes)     of bytes, if `kInRegisters`
 //
@@ -61,7 +63,7 @@ namespace {
 // Operations that all instruction sets share, and operations of few.
 struct SimdBase {
   static constexpr bool kTablesOfBytes = false, kSumsRows = false, kFusesFew = false, kLooksUpBytes = false;
-  static constexpr bool kInRegisters = false, kPacks = false, kSumsHalves = false;
+  static constexpr bool kInRegisters = false, kPacks = false, kSumsIn16Bits = false;
   static constexpr bool (*accepts)(const Problem*) = nullptr;
   static constexpr const MatmulKernel *kOtherMatmul = nullptr, *kOtherDecode = nullptr;
   static constexpr int kBias = 0, kMostCode = 255;
@@ -85,13 +87,13 @@ struct SimdBase {
   }
 };
 
-// The vocabularies of products of integers with codes up to their `kMostCode`: of one row of x with codes in registers,
-// whose vectors have 64 bytes, and of all others. They are `V` itself, unless that has narrower registers, or
-// multiplies wider codes.
+// The vocabularies that multiply small codes, up to their `kMostCode`, by integers: `InRegisters` decodes the codes of
+// one row of x in registers, in vectors of 64 bytes; `Unpacked` takes codes that were unpacked to memory. `V`
+// multiplies larger codes.
 template <class V>
 struct SmallCodes {
-  using OneRow = V;
-  using Rows = V;
+  using InRegisters = V;
+  using Unpacked = V;
 };
 
 }  // namespace

@@ -170,23 +170,23 @@ struct Simd : SimdBase {
   EQQ_INLINE uint16_t one_to_f16(float value) { return _cvtss_sh(value, 0); }
 };
 
-// Codes up to 127, multiplied as bytes. `vpmaddubsw` saturates: two products of codes up to 127 fit in 16 bits, of
-// codes up to 255 they do not.
+// Multiplies codes up to 127 as bytes. `vpmaddubsw` adds two products in 16 bits, and saturates: 2 * 127 * 128 fits,
+// and 2 * 255 * 128 does not.
 struct Bytes : Simd {
   static constexpr int kGroup = 4, kMostCode = 127, kInt8TileRows = 6;
-  static constexpr bool kSumsHalves = true;
+  static constexpr bool kSumsIn16Bits = true;
 
-  EQQ_INLINE int64_t most_products(int32_t largest) { return 32767 / (2 * 128 * (largest > 0 ? largest : 1)); }
+  // Two products are at least -2 * 128 * largest, and a sum at least -2^15.
+  EQQ_INLINE int64_t most_additions(int32_t largest) { return 128 / (largest > 0 ? largest : 1); }
   EQQ_INLINE I add_products(I sums, I w, I x) {
     sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(w, x));
-    __asm__ volatile(""
-                     : "+x"(sums));  // GCC would form the products of a whole tile first, and has no registers for them
+    __asm__ volatile("" : "+x"(sums));  // else GCC computes all products of a tile first, and has no registers for them
     return sums;
   }
   EQQ_INLINE I add_sums(I acc, I sums) { return Simd::dot(acc, sums, _mm256_set1_epi16(1)); }
   EQQ_INLINE I dot(I acc, I w, I x) { return add_sums(acc, _mm256_maddubs_epi16(w, x)); }
 
-  // Of two blocks: there are no smaller ones.
+  // A vector has 32 codes, so at most two blocks of 16.
   EQQ_INLINE Lanes lanes(int, int) { return Simd::lanes(0, 4); }
   EQQ_INLINE I spread_int(const int32_t* p, Lanes lanes) {
     return _mm256_castps_si256(spread(reinterpret_cast<const float*>(p), lanes));
@@ -203,7 +203,7 @@ struct Pairs : Bytes {
   };
   using Lanes = I;
   static constexpr int L = 16;
-  static constexpr bool kInRegisters = true;
+  static constexpr bool kInRegisters = true, kSumsIn16Bits = false;
   static constexpr int kRegisterRows = 2;
 
   EQQ_INLINE F broadcast(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
@@ -259,8 +259,8 @@ namespace {
 
 template <>
 struct SmallCodes<avx2::Simd> {
-  using OneRow = avx2::Pairs;
-  using Rows = avx2::Bytes;
+  using InRegisters = avx2::Pairs;
+  using Unpacked = avx2::Bytes;
 };
 
 }  // namespace

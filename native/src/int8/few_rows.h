@@ -14,7 +14,7 @@ struct Int8FewRows {
   using F = typename V::F;
   static constexpr int L = V::L;
 
-  // Adds products of bytes `from` to `to` of rows of the weight and of `x` to the sums of each pair of rows.
+  // Adds the products of bytes `from` to `to` of each row of the weight and each row of `x` to their sums.
   template <int kRows, int kM, class Add>
   EQQ_INLINE void add_vectors(const uint8_t* const* w, const uint8_t* x, int64_t x_row, int64_t from, int64_t to,
                               I (*sums)[kM], Add add) {
@@ -31,27 +31,28 @@ struct Int8FewRows {
     }
   }
 
-  // The same, in sums of 16 bits where that is faster.
+  // Adds the same products, through sums of 16 bits if the set has them.
   template <int kRows, int kM>
-  EQQ_INLINE void multiply(const uint8_t* const* w, const uint8_t* x, int64_t x_row, int64_t from, int64_t to,
-                           int64_t most, I (*acc)[kM]) {
-    if constexpr (V::kSumsHalves) {
+  EQQ_INLINE void add_products(const uint8_t* const* w, const uint8_t* x, int64_t x_row, int64_t from, int64_t to,
+                               int64_t bytes_in_16, I (*acc)[kM]) {
+    if constexpr (V::kSumsIn16Bits) {
       while (from < to) {
-        const int64_t stop = min64(to, from + most);
-        I halves[kRows][kM];
+        const int64_t stop = min64(to, from + bytes_in_16);
+        I sums16[kRows][kM];
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-          for (int m = 0; m < kM; ++m) halves[i][m] = V::zero_int();
-        add_vectors<kRows, kM>(w, x, x_row, from, stop, halves, [](I a, I b, I c) { return V::add_products(a, b, c); });
+          for (int m = 0; m < kM; ++m) sums16[i][m] = V::zero_int();
+        add_vectors<kRows, kM>(w, x, x_row, from, stop, sums16,
+                               [](I sum, I w, I x) { return V::add_products(sum, w, x); });
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-          for (int m = 0; m < kM; ++m) acc[i][m] = V::add_sums(acc[i][m], halves[i][m]);
+          for (int m = 0; m < kM; ++m) acc[i][m] = V::add_sums(acc[i][m], sums16[i][m]);
         from = stop;
       }
     } else {
-      add_vectors<kRows, kM>(w, x, x_row, from, to, acc, [](I a, I b, I c) { return V::dot(a, b, c); });
+      add_vectors<kRows, kM>(w, x, x_row, from, to, acc, [](I sum, I w, I x) { return V::dot(sum, w, x); });
     }
   }
 
@@ -64,9 +65,9 @@ struct Int8FewRows {
     const int32_t* shift;  // of rows of `x`, if they have zero points
     const float* scale;    // `kRunRoom` apart
     const int32_t* offset;
-    int64_t runs, size;  // of the step
-    int64_t most = 0;    // bytes whose products are added up in 16 bits, if `kSumsHalves`
-    void* sums;          // vectors of rows and rows of `x`: floats if summed by lanes, else integers
+    int64_t runs, size;   // of the step
+    int64_t bytes_in_16;  // of a row, which are added up in 16 bits, if `kSumsIn16Bits`
+    void* sums;           // vectors of rows and rows of `x`: floats if summed by lanes, else integers
   };
 
   template <int kRows, int kM, bool kZero, bool kShift>
@@ -94,7 +95,7 @@ struct Int8FewRows {
           if (W::kCorrects && kZero) acc[i][m] = V::mul(acc[i][m], offset);
         }
       }
-      multiply<kRows, kAll>(a.w, a.x, a.x_row, at, at + 4 * L * vectors, a.most, acc);
+      add_products<kRows, kAll>(a.w, a.x, a.x_row, at, at + 4 * L * vectors, a.bytes_in_16, acc);
       at += 4 * L * vectors;
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
@@ -133,7 +134,7 @@ struct Int8FewRows {
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
       for (int m = 0; m < kM; ++m) acc[i][m] = V::load_int(memory + (i * kM + m) * L);
-    multiply<kRows, kM>(a.w, a.x, a.x_row, 0, a.size * W::kBytes, a.most, acc);
+    add_products<kRows, kM>(a.w, a.x, a.x_row, 0, a.size * W::kBytes, a.bytes_in_16, acc);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
@@ -207,7 +208,7 @@ struct Int8FewRows {
     a.shift = reinterpret_cast<const int32_t*>(shared) + (p.batch + batch) * d.m_padded;
     a.scale = scale;
     a.offset = offset;
-    if constexpr (V::kSumsHalves) a.most = 4 * L * V::most_products(largest_code(p));
+    a.bytes_in_16 = W::bytes_in_16(p);
     for (int64_t i = 0; i < count; i += kRows) {
       const int64_t rows = min64(kRows, count - i), row = first_row(&p, batch) + first + i;
       memset(partial, 0, 4 * kRows * all * L);

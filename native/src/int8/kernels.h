@@ -14,28 +14,31 @@ namespace {
 
 template <class V>
 struct Int8Kernels {
-  using OneRow = typename SmallCodes<V>::OneRow;
-  using Rows = typename SmallCodes<V>::Rows;
-  using Registers = Int8OneRow<OneRow>;
+  using Unpacked = typename SmallCodes<V>::Unpacked;
+  using Registers = Int8OneRow<typename SmallCodes<V>::InRegisters>;
 
   static bool in_registers(const Int8Problem* problem) {
     return Registers::in_registers(*problem, runs_of(problem->p));
   }
 
-  // Calls `f` with the vocabulary of a product that unpacks codes before it multiplies them.
+  // Calls `f` with the vocabulary that multiplies unpacked codes.
   template <class F>
-  EQQ_INLINE void unpacked(const Int8Problem* problem, F f) {
-    Rows::kMostCode == 255 || largest_code(problem->p) <= Rows::kMostCode ? f(Rows()) : f(V());
+  EQQ_INLINE void with_unpacked(const Int8Problem* problem, F f) {
+    Int8Weight<Unpacked>::fits(problem->p) ? f(Unpacked()) : f(V());
+  }
+
+  // Calls `f` with the vocabulary of a problem's method.
+  template <class F>
+  EQQ_INLINE void with_vocabulary(const Int8Problem* problem, F f) {
+    in_registers(problem) ? f(typename SmallCodes<V>::InRegisters()) : with_unpacked(problem, f);
   }
 
   static void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
-    if (in_registers(problem)) return plan_for<OneRow>(problem, threads, out);
-    unpacked(problem, [=](auto u) { plan_for<decltype(u)>(problem, threads, out); });
+    with_vocabulary(problem, [=](auto u) { plan_for<decltype(u)>(problem, threads, out); });
   }
 
   static void prepare(const Int8Problem* problem, const Plan* plan, void* memory, int64_t part) {
-    if (in_registers(problem)) return Int8Prepare<OneRow>::prepare(problem, plan, memory, part);
-    unpacked(problem, [=](auto u) { Int8Prepare<decltype(u)>::prepare(problem, plan, memory, part); });
+    with_vocabulary(problem, [=](auto u) { Int8Prepare<decltype(u)>::prepare(problem, plan, memory, part); });
   }
 
   // `U`: the vocabulary of the method.
@@ -84,7 +87,7 @@ struct Int8Kernels {
     const int64_t first = chunk * d.rows, count = min64(d.rows, problem->p.n - first);
     const char* memory = static_cast<const char*>(shared);
     if (in_registers(problem)) return Registers::run(problem->p, d, memory, batch, first, count);
-    unpacked(problem, [&](auto u) {
+    with_unpacked(problem, [&](auto u) {
       using U = decltype(u);
       if (d.method == kFewMethod) {
         Int8FewRows<U>::run(*problem, d, memory, static_cast<char*>(own), batch, first, count);

@@ -15,7 +15,7 @@ struct Panel {
   const uint8_t* next;  // the same bytes of the next tile, which are fetched; or null
   int64_t next_row;     // bytes from one of its rows to the next
   int64_t bits;         // of a code
-  int64_t most = 0;     // products that are added up in 16 bits, if `kSumsHalves`
+  int64_t bytes_in_16;  // of panels, which are added up in 16 bits, if `kSumsIn16Bits`
   Step step;
   const int32_t* sums_x;  // of the lanes for each run, runs `sums_stride` apart
   int64_t sums_stride;
@@ -33,7 +33,7 @@ struct Int8ManyRows {
   using W = Int8Weight<V>;
   using I = typename V::I;
   using F = typename V::F;
-  static constexpr int L = V::L, kThirds = (V::kInt8TileRows + 2) / 3;
+  static constexpr int L = V::L, kThirds = (V::kInt8TileRows + 2) / 3;  // of pointers, one for three rows
 
   // GCC would have a pointer for each row, and keep sums of all runs in registers, which are too few.
   template <typename T>
@@ -41,7 +41,7 @@ struct Int8ManyRows {
     __asm__("" : "+r"(p));
   }
 
-  // Adds products of the groups from `x` to `end` to sums of a tile.
+  // Adds the products of groups from `x` to `end` to the sums of a tile, and advances `x` and `w` past them.
   template <int kVectors, class Add>
   EQQ_INLINE void add_groups(const uint8_t** w, int64_t w_row, const uint8_t*& x, int64_t x_panel, const uint8_t* end,
                              I (*sums)[kVectors], Add add) {
@@ -73,7 +73,7 @@ struct Int8ManyRows {
     for (int i = 0; i < kThirds; ++i) w[i] = a.w + 3 * i * a.w_row;
     const uint8_t* x = a.x;
     // Copies, since vectors that are stored might be of what `a` points to, for all that GCC knows.
-    const int64_t w_row = a.w_row, x_panel = a.x_panel, most = 4 * L * a.most, runs = kSeveral ? a.step.runs : 1,
+    const int64_t w_row = a.w_row, x_panel = a.x_panel, bytes_in_16 = a.bytes_in_16, runs = kSeveral ? a.step.runs : 1,
                   length = a.step.length;
     const int32_t *sums_x = a.sums_x, *offset = a.offset, *weights = a.weights;
     const float* scale = a.scale;
@@ -107,23 +107,23 @@ struct Int8ManyRows {
         }
         bits += codes * a.bits;
         const uint8_t* end = x + codes * W::kBytes * L;
-        if constexpr (V::kSumsHalves) {
+        if constexpr (V::kSumsIn16Bits) {
           while (x < end) {
-            const uint8_t* stop = min64(end - x, most) + x;
-            I halves[kRows][kVectors];
+            const uint8_t* stop = min64(end - x, bytes_in_16) + x;
+            I sums16[kRows][kVectors];
 #pragma GCC unroll 16
             for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
-              for (int v = 0; v < kVectors; ++v) halves[i][v] = V::zero_int();
-            add_groups<kVectors>(w, w_row, x, x_panel, stop, halves,
-                                 [](I a, I b, I c) { return V::add_products(a, b, c); });
+              for (int v = 0; v < kVectors; ++v) sums16[i][v] = V::zero_int();
+            add_groups<kVectors>(w, w_row, x, x_panel, stop, sums16,
+                                 [](I sum, I w, I x) { return V::add_products(sum, w, x); });
 #pragma GCC unroll 16
             for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
-              for (int v = 0; v < kVectors; ++v) acc[i][v] = V::add_sums(acc[i][v], halves[i][v]);
+              for (int v = 0; v < kVectors; ++v) acc[i][v] = V::add_sums(acc[i][v], sums16[i][v]);
           }
         } else {
-          add_groups<kVectors>(w, w_row, x, x_panel, end, acc, [](I a, I b, I c) { return V::dot(a, b, c); });
+          add_groups<kVectors>(w, w_row, x, x_panel, end, acc, [](I sum, I w, I x) { return V::dot(sum, w, x); });
         }
       }
 #pragma GCC unroll 16
@@ -230,7 +230,7 @@ struct Int8ManyRows {
     a.weights = weights;
     a.offset = p.zero_point != nullptr ? offset : nullptr;
     a.bits = p.bits;
-    if constexpr (V::kSumsHalves) a.most = V::most_products(largest_code(p));
+    a.bytes_in_16 = W::bytes_in_16(p);
     a.next_row = p.words;
     Step s = first_step(r);
     Step next = s;  // behind a step of the last rows comes the next one of the first

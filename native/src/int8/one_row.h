@@ -20,7 +20,7 @@ struct Int8OneRow {
   EQQ_INLINE bool in_registers(const Int8Problem& q, const Runs& r) {
     const Problem& p = q.p;
     if (!V::kInRegisters || q.affine || p.m != 1 || r.per_block != 1) return false;
-    if (V::kMostCode < 255 && largest_code(p) > V::kMostCode) return false;
+    if (!W::fits(p)) return false;
     return r.count == 1 || (by_lanes(r) && r.padded == p.k && p.k % (64 * (8 / p.bits)) == 0);
   }
 

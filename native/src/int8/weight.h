@@ -21,6 +21,15 @@ struct Int8Weight {
     return v;
   }
 
+  // Whether the vocabulary multiplies the codes of a weight.
+  EQQ_INLINE bool fits(const Problem& p) { return V::kMostCode == 255 || largest_code(p) <= V::kMostCode; }
+
+  // How many bytes may be added up in 16 bits: of a row, or of a panel of `x`; 0 without such sums.
+  EQQ_INLINE int64_t bytes_in_16(const Problem& p) {
+    if constexpr (V::kSumsIn16Bits) return 4 * L * V::most_additions(largest_code(p));
+    return 0;
+  }
+
   // Vectors of sums by lanes in a row of `x`.
   EQQ_INLINE int64_t lane_vectors(const Runs& r) { return row_codes(r) / max64(min64(r.size, row_codes(r)), kCodes); }
 

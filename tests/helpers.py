@@ -217,12 +217,12 @@ def weights(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.A
     return jnp.asarray(draw.standard_normal(shape, np.float32).astype(dtype))
 
 
-@eqx.filter_jit
 def heavy_tailed(shape: tuple[int, ...], seed: int = 0, freedom: float = 3.0) -> jax.Array:
     """Draws from a t distribution, in NumPy: the program of `jax.random.t` takes a second to compile."""
     return jnp.asarray(np.random.default_rng(seed).standard_t(freedom, shape), jnp.float32)
 
 
+@eqx.filter_jit
 def outputs(model: Any, xs: Any) -> Any:
     """The outputs for a batch: one program, where JAX compiles one for each operation outside of `jit`."""
     return jax.vmap(model)(xs)

@@ -191,13 +191,16 @@ MOVES += ["stack", "broadcast", "expand and squeeze", "swapped", "select", "ragg
 def test_moves_of_wrappers(arguments):
     """Values alone of each pair, of which a sample of cases would leave out most."""
     x = arguments[1]
+    run_all = lambda w, x: {name: PROGRAMS[name](w, x) for name in MOVES}  # one program compiles sooner than many
+    packed, dense = jax.jit(eqq.quaxify(run_all)), jax.jit(run_all)
     for array in ("scaled", "rotated", "permuted", "factors", "static by layer"):
         w = ARRAYS[array](arguments[0])
+        found, expected = packed(w, x), dense(w.dequantize(), x)
+        if isinstance(w, eqq.arrays.ActivationQuantizedArray):
+            rounded = [name for name in MOVES if (array, name) not in DENSE]
+            expected |= jax.jit(lambda w, x: {name: with_rounded_inputs(name, w, x) for name in rounded})(w, x)
         for name in MOVES:
-            rounds = isinstance(w, eqq.arrays.ActivationQuantizedArray) and (array, name) not in DENSE
-            expected = with_rounded_inputs(name, w, x) if rounds else PROGRAMS[name](w.dequantize(), x)
-            found = eqq.quaxify(PROGRAMS[name])(w, x)
-            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=5e-4, err_msg=f"{array}, {name}")
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-3, atol=5e-4, err_msg=f"{array}, {name}")
 
 
 @ft.cache  # one program for the dense values of all classes

@@ -18,6 +18,7 @@ from . import annotations  # noqa: F401, whose checks `--jaxtyping-packages` nam
 jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, for meshes
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # programs without lines compile sooner
 
 
 # Other processes that tests start compile sooner too.
@@ -126,10 +127,10 @@ def getkey():
 def _compilation(request):
     """Programs are small, and compiling them takes longest: so most are not optimized. A module may want it otherwise.
 
-    Modules share their programs, as long as there is memory.
+    Modules share their programs, as long as there is memory: for four processes on a machine of 16 GB.
     """
     stash, optimize = request.config.stash, getattr(request.module, "OPTIMIZED", False)
-    if stash.get(OPTIMIZED, None) is not optimize or memory() > 2**31:
+    if stash.get(OPTIMIZED, None) is not optimize or memory() > 3 * 2**30:
         jax.clear_caches()
         gc.collect()
         stash[OPTIMIZED] = optimize

@@ -76,6 +76,12 @@ def test_scales_follow_codes(getkey, mesh):
     assert place(eqq.NF4(double_quant=True), P("data", "model")) == [("data", "model")] * 2 + [("data", None)]
 
 
+def test_packed_scales_are_cut_between_segments(getkey):
+    """Four devices divide the codes of 2048 values, but not their 64 packed scales of six bits."""
+    q = eqq.quantize(weights(getkey(), (8, 2048)), "q4_k").with_sharding(on(make_mesh(), P("data", "model")))
+    assert list_specs(q) == [("data", "model")] + [("data", None)] * 4
+
+
 def on(mesh, spec):
     return NamedSharding(mesh, spec)
 

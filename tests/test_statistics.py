@@ -20,6 +20,8 @@ from eqquant.calibrate._result import CalibrationResult
 from eqquant.calibrate._sequential import _compute_means, _correct_weight, _order_stages, _select_layer
 from eqquant.calibrate._stats import LeafStats
 
+from .bounds import UNIT
+
 
 @pytest.fixture
 def draw():
@@ -217,7 +219,7 @@ def test_weights_correct_earlier_errors(draw):
     means = _compute_means(observer)
     for name, old in (("gram", new), ("cross", x)):  # a term passes through at most 44 roundings to float32
         most = np.swapaxes(abs(old), 1, 2) @ abs(new) / 40
-        assert np.all(abs(means[name] - np.swapaxes(old, 1, 2) @ new / 40) <= 44 * 2.0**-24 * most)
+        assert np.all(abs(means[name] - np.swapaxes(old, 1, 2) @ new / 40) <= 44 * UNIT * most)
     for share in (1.0, 0.25):
         found = _correct_weight(jnp.asarray(w), (-1,), means, share)
         for n in range(2):

@@ -87,13 +87,14 @@ struct SimdBase {
   }
 };
 
-// The vocabularies that multiply small codes, up to their `kMostCode`, by integers: `InRegisters` decodes the codes of
-// one row of x in registers, in vectors of 64 bytes; `Unpacked` takes codes that were unpacked to memory. `V`
-// multiplies larger codes.
+// The vocabularies of products of integers. `SmallInRegisters` and `LargeInRegisters` decode the codes of one row of x in
+// registers, in vectors of 64 bytes, if they are `kInRegisters`; `SmallUnpacked` takes codes that were unpacked to
+// memory. Small codes are up to the `kMostCode` of their vocabulary; `V` multiplies all unpacked codes.
 template <class V>
-struct SmallCodes {
-  using InRegisters = V;
-  using Unpacked = V;
+struct IntegerProducts {
+  using SmallInRegisters = V;
+  using LargeInRegisters = V;
+  using SmallUnpacked = V;
 };
 
 }  // namespace

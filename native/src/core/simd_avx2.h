@@ -201,7 +201,7 @@ struct Pairs : Bytes {
   struct I {
     __m256i low, high;
   };
-  using Lanes = I;
+  using Lanes = int;  // how many scales
   static constexpr int L = 16;
   static constexpr bool kInRegisters = true, kSumsIn16Bits = false;
   static constexpr int kRegisterRows = 2;
@@ -229,15 +229,21 @@ struct Pairs : Bytes {
     return {Bytes::dot(acc.low, w.low, x.low), Bytes::dot(acc.high, w.high, x.high)};
   }
 
-  EQQ_INLINE Lanes lanes(int, int n) { return {Simd::lanes(0, n), Simd::lanes(1, n)}; }
-  EQQ_INLINE F spread(const float* p, Lanes lanes) { return {Simd::spread(p, lanes.low), Simd::spread(p, lanes.high)}; }
-  EQQ_INLINE I spread_int(const int32_t* p, Lanes lanes) {
-    const F a = spread(reinterpret_cast<const float*>(p), lanes);
-    return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)};
+  // Two floats are broadcast where they are loaded, which needs no permutation.
+  EQQ_INLINE Lanes lanes(int, int n) { return n; }
+  EQQ_INLINE F spread(const float* p, Lanes n) {
+    if (n == 2) return {Simd::broadcast(p[0]), Simd::broadcast(p[1])};
+    return {Simd::spread(p, Simd::lanes(0, 4)), Simd::spread(p, Simd::lanes(1, 4))};
+  }
+  EQQ_INLINE I spread_int(const int32_t* p, Lanes n) {
+    const float* all = reinterpret_cast<const float*>(p);
+    return {_mm256_castps_si256(Simd::spread(all, Simd::lanes(0, n))),
+            _mm256_castps_si256(Simd::spread(all, Simd::lanes(1, n)))};
   }
 
   template <int kBits>
   EQQ_INLINE I byte_codes(I bytes, int plane) {
+    if (kBits == 8) return bytes;
     const __m128i shift = _mm_cvtsi32_si128(plane * kBits);
     const __m256i mask = _mm256_set1_epi8((1 << (kBits % 8)) - 1);
     return {_mm256_and_si256(_mm256_srl_epi32(bytes.low, shift), mask),
@@ -252,15 +258,28 @@ struct Pairs : Bytes {
   }
 };
 
+// The same with codes up to 255: the even ones of a lane are multiplied in 16 bits, and the odd ones.
+struct WidePairs : Pairs {
+  static constexpr int kMostCode = 255;
+
+  EQQ_INLINE __m256i dot(__m256i acc, __m256i w, __m256i x) {
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
+    acc = Simd::dot(acc, _mm256_and_si256(w, _mm256_set1_epi16(255)), even);
+    return Simd::dot(acc, _mm256_srli_epi16(w, 8), odd);
+  }
+  EQQ_INLINE I dot(I acc, I w, I x) { return {dot(acc.low, w.low, x.low), dot(acc.high, w.high, x.high)}; }
+};
+
 }  // namespace
 }  // namespace avx2
 
 namespace {
 
 template <>
-struct SmallCodes<avx2::Simd> {
-  using InRegisters = avx2::Pairs;
-  using Unpacked = avx2::Bytes;
+struct IntegerProducts<avx2::Simd> {
+  using SmallInRegisters = avx2::Pairs;
+  using LargeInRegisters = avx2::WidePairs;
+  using SmallUnpacked = avx2::Bytes;
 };
 
 }  // namespace

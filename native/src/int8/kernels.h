@@ -14,23 +14,28 @@ namespace {
 
 template <class V>
 struct Int8Kernels {
-  using Unpacked = typename SmallCodes<V>::Unpacked;
-  using Registers = Int8OneRow<typename SmallCodes<V>::InRegisters>;
-
-  static bool in_registers(const Int8Problem* problem) {
-    return Registers::in_registers(*problem, runs_of(problem->p));
+  // Calls `f` with the vocabulary that multiplies codes in registers, and returns whether one does.
+  template <class F>
+  EQQ_INLINE bool with_registers(const Int8Problem* problem, F f) {
+    using Small = typename IntegerProducts<V>::SmallInRegisters;
+    using Large = typename IntegerProducts<V>::LargeInRegisters;
+    const Runs r = runs_of(problem->p);
+    if (Int8OneRow<Small>::in_registers(*problem, r)) return f(Small()), true;
+    if (Int8OneRow<Large>::in_registers(*problem, r)) return f(Large()), true;
+    return false;
   }
 
   // Calls `f` with the vocabulary that multiplies unpacked codes.
   template <class F>
   EQQ_INLINE void with_unpacked(const Int8Problem* problem, F f) {
-    Int8Weight<Unpacked>::fits(problem->p) ? f(Unpacked()) : f(V());
+    using Small = typename IntegerProducts<V>::SmallUnpacked;
+    Int8Weight<Small>::fits(problem->p) ? f(Small()) : f(V());
   }
 
   // Calls `f` with the vocabulary of a problem's method.
   template <class F>
   EQQ_INLINE void with_vocabulary(const Int8Problem* problem, F f) {
-    in_registers(problem) ? f(typename SmallCodes<V>::InRegisters()) : with_unpacked(problem, f);
+    if (!with_registers(problem, f)) with_unpacked(problem, f);
   }
 
   static void plan(const Int8Problem* problem, int64_t threads, Plan* out) {
@@ -54,7 +59,7 @@ struct Int8Kernels {
     d.m_padded = d.method == kFewMethod ? p.m + problem->affine : round_up(p.m, L);
     d.row_blocks = d.method == kFewMethod ? 1 : div_up(d.m_padded, kInt8RowBlock);
     int64_t grain = d.method == kFewMethod ? U::kInt8DotRows : U::kInt8TileRows;
-    if constexpr (U::kInRegisters) grain = in_registers(problem) ? U::kRegisterRows : grain;
+    if constexpr (U::kInRegisters) grain = Int8OneRow<U>::in_registers(*problem, r) ? U::kRegisterRows : grain;
     const int64_t most = d.method == kFewMethod ? 64 : round_up(kUnitRows, grain);
     int64_t rows = div_up(p.n * p.batch * d.row_blocks, 4 * threads);
     rows = max64(rows, (int64_t{1} << 18) / max64(p.m * p.k, 1));
@@ -86,7 +91,10 @@ struct Int8Kernels {
                   batch = unit / d.chunks / d.row_blocks;
     const int64_t first = chunk * d.rows, count = min64(d.rows, problem->p.n - first);
     const char* memory = static_cast<const char*>(shared);
-    if (in_registers(problem)) return Registers::run(problem->p, d, memory, batch, first, count);
+    if (with_registers(problem, [&](auto u) {
+          Int8OneRow<decltype(u)>::run(problem->p, d, memory, batch, first, count);
+        }))
+      return;
     with_unpacked(problem, [&](auto u) {
       using U = decltype(u);
       if (d.method == kFewMethod) {

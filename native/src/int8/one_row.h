@@ -64,15 +64,16 @@ struct Int8OneRow {
     return V::sum(acc[0]);
   }
 
-  // Sums of scaled products of `kRegisterRows` rows in blocks: of 16 or 32 codes, or of `per` vectors. They share what
-  // is loaded of `x`. Rows past `count` are the last one again.
+  // Sums of scaled products of `kRegisterRows` rows in blocks: `kBlocks` in a vector, or with 0 one in several vectors.
+  // The rows share what is loaded of `x`. Rows past `count` are the last one again.
   template <int kBits, bool kLookUp, int kBlocks, bool kZero>
   static void many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count,
                           const uint8_t* x, const int32_t* lanes, I table, float* out) {
     constexpr int kPlanes = 8 / kBits, kRows = V::kRegisterRows, kRoom = kScaleCodes / 16 + 32 * kPlanes;
-    const int64_t per = max64(r.size / 64, 1), step = round_up(kScaleCodes, r.size * kPlanes);
+    constexpr int kScales = kBlocks > 0 ? kBlocks : 1;  // of a vector
+    const int64_t per = kBlocks > 0 ? 1 : r.size / 64, step = round_up(kScaleCodes, r.size * kPlanes);
     // Where floats lie in memory one for each block, they are read there; several are read four at a time.
-    const bool direct = p.scale_kind == kScaleFloat32 && p.row_scale == nullptr && kBlocks == 1;
+    const bool direct = p.scale_kind == kScaleFloat32 && p.row_scale == nullptr && kScales == 1;
     const bool together = step >= p.k && p.row_scale == nullptr && count == kRows;  // one row's lie behind another's
     // The next rows, as they lie in memory: a line of each in turn would double the time where the weight is not
     // cached.
@@ -114,20 +115,20 @@ struct Int8OneRow {
         }
 #pragma GCC unroll 8
         for (int plane = 0; plane < kPlanes; ++plane) {
-          if (of_block == 0) {
-            const I lane = V::load_int(lanes + (first / kBlocks + block) * L);
+          if (kBlocks > 0 || of_block == 0) {
+            const I lane = V::load_int(lanes + (first / kScales + block) * L);
 #pragma GCC unroll 8
             for (int i = 0; i < kRows; ++i)
-              acc[i] = kZero ? V::mul(lane, W::several(offset[i] + block * kBlocks, kBlocks)) : lane;
+              acc[i] = kZero ? V::mul(lane, W::several(offset[i] + block * kScales, kScales)) : lane;
           }
           const I xs = V::load_int(x + 64 * (s * kPlanes + plane));
-          const bool ends = ++of_block == per;
+          const bool ends = kBlocks > 0 || ++of_block == per;
 #pragma GCC unroll 8
           for (int i = 0; i < kRows; ++i) {
             I c = V::template byte_codes<kBits>(bytes[i], plane);
             if (kLookUp) c = V::lookup_bytes(table, c);
             acc[i] = V::dot(acc[i], c, xs);
-            if (ends) sums[i] = V::fma(V::to_float(acc[i]), W::several(scale[i] + block * kBlocks, kBlocks), sums[i]);
+            if (ends) sums[i] = V::fma(V::to_float(acc[i]), W::several(scale[i] + block * kScales, kScales), sums[i]);
           }
           if (ends) {
             of_block = 0;
@@ -150,7 +151,9 @@ struct Int8OneRow {
     const int32_t x_sum = reinterpret_cast<const int32_t*>(shared + d.sums)[batch * (r.count + 1)];
     const float x_scale = reinterpret_cast<const float*>(shared)[batch];
     const bool zero = p.zero_point != nullptr;
-    auto* several_scales = zero ? many_scales<kBits, kLookUp, 1, true> : many_scales<kBits, kLookUp, 1, false>;
+    auto* several_scales = zero ? many_scales<kBits, kLookUp, 0, true> : many_scales<kBits, kLookUp, 0, false>;
+    if (r.size == 64)
+      several_scales = zero ? many_scales<kBits, kLookUp, 1, true> : many_scales<kBits, kLookUp, 1, false>;
     if (r.size == 32)
       several_scales = zero ? many_scales<kBits, kLookUp, 2, true> : many_scales<kBits, kLookUp, 2, false>;
     if (r.size == 16)

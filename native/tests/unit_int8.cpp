@@ -467,6 +467,16 @@ void add_registers() {
         form.table = kAnyIntegers;
         by_methods("registers/any integers/" + name, form, kOwnScales);
       }
+  // Scales are read where they lie, or decoded for several rows at once, unless each row has one of its own.
+  for (const int bits : {4, 8})
+    for (const int64_t block : {32, 64}) {
+      Form form = integers(bits);
+      form.k = 1024;
+      form.block = block;
+      form.row_scales = true;
+      const std::string name = to_string(bits) + " bits, blocks of " + to_string(block);
+      by_methods("registers/scales of rows too/" + name, form, kSignedCodes);
+    }
 }
 
 }  // namespace

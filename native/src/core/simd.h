@@ -87,8 +87,8 @@ struct SimdBase {
   }
 };
 
-// The vocabularies of products of integers. `SmallInRegisters` and `LargeInRegisters` decode the codes of one row of x in
-// registers, in vectors of 64 bytes, if they are `kInRegisters`; `SmallUnpacked` takes codes that were unpacked to
+// The vocabularies of products of integers. `SmallInRegisters` and `LargeInRegisters` decode the codes of one row of x
+// in registers, in vectors of 64 bytes, if they are `kInRegisters`; `SmallUnpacked` takes codes that were unpacked to
 // memory. Small codes are up to the `kMostCode` of their vocabulary; `V` multiplies all unpacked codes.
 template <class V>
 struct IntegerProducts {

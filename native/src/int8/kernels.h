@@ -91,10 +91,8 @@ struct Int8Kernels {
                   batch = unit / d.chunks / d.row_blocks;
     const int64_t first = chunk * d.rows, count = min64(d.rows, problem->p.n - first);
     const char* memory = static_cast<const char*>(shared);
-    if (with_registers(problem, [&](auto u) {
-          Int8OneRow<decltype(u)>::run(problem->p, d, memory, batch, first, count);
-        }))
-      return;
+    const auto in_registers = [&](auto u) { Int8OneRow<decltype(u)>::run(problem->p, d, memory, batch, first, count); };
+    if (with_registers(problem, in_registers)) return;
     with_unpacked(problem, [&](auto u) {
       using U = decltype(u);
       if (d.method == kFewMethod) {

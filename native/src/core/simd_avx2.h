@@ -201,7 +201,7 @@ struct Pairs : Bytes {
   struct I {
     __m256i low, high;
   };
-  using Lanes = int;  // how many scales
+  using Lanes = int;  // how many scales a vector has
   static constexpr int L = 16;
   static constexpr bool kInRegisters = true, kSumsIn16Bits = false;
   static constexpr int kRegisterRows = 2;
@@ -229,7 +229,7 @@ struct Pairs : Bytes {
     return {Bytes::dot(acc.low, w.low, x.low), Bytes::dot(acc.high, w.high, x.high)};
   }
 
-  // Two floats are broadcast where they are loaded, which needs no permutation.
+  // Two scales are broadcast by the loads, which need no permutation.
   EQQ_INLINE Lanes lanes(int, int n) { return n; }
   EQQ_INLINE F spread(const float* p, Lanes n) {
     if (n == 2) return {Simd::broadcast(p[0]), Simd::broadcast(p[1])};
@@ -258,7 +258,7 @@ struct Pairs : Bytes {
   }
 };
 
-// The same with codes up to 255: the even ones of a lane are multiplied in 16 bits, and the odd ones.
+// The same with codes up to 255, which are multiplied in 16 bits: the even codes of a lane, and then the odd ones.
 struct WidePairs : Pairs {
   static constexpr int kMostCode = 255;
 

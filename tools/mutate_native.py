@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument(
         "rooms",
         nargs="*",
-        default=["float", "int8", "encode", "slabs"],
+        default=["attention", "float", "int8", "encode", "slabs"],
         help="folders of native/src, or how files begin: float/slice",
     )
     parser.add_argument("--sets", nargs="*", default=["generic", "avx2"], help="instruction sets whose kernels break")

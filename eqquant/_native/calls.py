@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Float32, Shaped, UInt8
+from jaxtyping import Array, DTypeLike, Float, Float32, Int32, Shaped, UInt8
 
 from . import library
 from .encoding import Scaling, Steps
@@ -11,6 +11,7 @@ from .weight import Layout, StoredWeight
 
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+CacheRows = tuple[StoredWeight, Layout] | Float[Array, "*batch heads places size"]  # keys or values
 _SCALES = ("float32", "float16", "bfloat16", "e8m0", "e4m3", "e5m2", "ue4m4")
 _RULES = ("steps", "even", "up")
 _CODECS = ("trellis", "grid")
@@ -150,6 +151,39 @@ def reduce(blocks: Float32[Array, "*batch blocks block"], kind: str) -> Float32[
     return call(blocks.reshape(count, length), kind=np.int32(_REDUCTIONS.index(kind))).reshape(*batch, 1)
 
 
+def why_not_attend(queries: Float[Array, "*batch heads rows size"]) -> str | None:
+    """Returns why `attend` cannot take these queries, or `None` if it can."""
+    if queries.dtype not in DTYPES or queries.size == 0:
+        return "it attends with float32, bfloat16 and float16, and at least one query"
+    return library.refusal()
+
+
+def attend(
+    queries: Float[Array, "*batch heads rows size"],
+    positions: Int32[Array, "*batch tokens"],
+    length: Int32[Array, "*batch"],
+    window: Int32[Array, "*batch"],
+    keys: CacheRows,
+    values: CacheRows,
+    *,
+    scale: float,
+    cap: float,
+) -> Float[Array, "*batch heads rows size"]:
+    """Computes attention to the filled places of a cache, unless `why_not_attend`.
+
+    Row `r` of a head belongs to token `r % tokens`. `native/src/attention` says more.
+    """
+    arrays: list[Array] = []
+    attributes: dict[str, np.ndarray] = {}
+    for name, rows in (("key", keys), ("value", values)):
+        arrays += _arrays(rows[0]) if isinstance(rows, tuple) else [rows]
+        described = _attributes(*rows) if isinstance(rows, tuple) else _FLOATS
+        attributes |= {f"{name}_{attribute}": value for attribute, value in described.items()}
+    call = jax.ffi.ffi_call(library.ATTENTION, jax.ShapeDtypeStruct(queries.shape, queries.dtype))
+    sizes = {"places": np.int64(arrays[0].shape[-2]), "scale": np.float32(scale), "cap": np.float32(cap)}
+    return call(queries, positions, length, window, *arrays, **attributes, **sizes)
+
+
 def has_byte_codes(layout: Layout) -> bool:
     """Returns whether kernels read a byte for each code: of eight bits, or unpacked from parts."""
     return layout.bits not in (1, 2, 4)
@@ -173,6 +207,14 @@ def _attributes(weight: StoredWeight, layout: Layout) -> dict[str, np.ndarray]:
         "codec": np.asarray(() if codec is None else (_CODECS.index(codec.kind), *codec.parameters), np.int64),
         "vectors": np.frombuffer(b"" if codec is None else codec.vectors, np.int8),
     }
+
+
+# In place of the attributes of a weight.
+_FLOATS = {
+    **dict.fromkeys(("table", "scale_table"), np.zeros(0, np.float32)),
+    **dict.fromkeys(("weight", "codec"), np.zeros(0, np.int64)),
+    "vectors": np.zeros(0, np.int8),
+}
 
 
 def _decode_kind(layout: Layout) -> int:

@@ -16,9 +16,10 @@ import warnings
 import jax
 
 
-VERSION = "0.1.10"  # the version of `eqquant-cpu` whose arguments `calls.py` knows
+VERSION = "0.1.11"  # the version of `eqquant-cpu` whose arguments `calls.py` knows
 MATMUL, MATMUL_INT8, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_matmul_int8", "eqquant_cpu_decode"
 ENCODE, ENCODE_TRELLIS, REDUCE = "eqquant_cpu_encode", "eqquant_cpu_encode_trellis", "eqquant_cpu_reduce"
+ATTENTION = "eqquant_cpu_attention"
 
 _INSTALL = f"build `eqquant-cpu` {VERSION} by `pip install ./native` in a clone of the repository"
 
@@ -80,7 +81,7 @@ def _register(path: pathlib.Path) -> str | None:
         warnings.warn(f"{problem}. Native kernels are off.", stacklevel=2)
         return problem
     jax.local_devices(backend="cpu")  # starts the backend
-    for name in (MATMUL, MATMUL_INT8, DECODE, ENCODE, ENCODE_TRELLIS, REDUCE):
+    for name in (MATMUL, MATMUL_INT8, DECODE, ENCODE, ENCODE_TRELLIS, REDUCE, ATTENTION):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return None
 

@@ -162,17 +162,12 @@ class Attention(eqx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         heads_first = lambda y: jnp.swapaxes(y, 1, 2)
         layer_cache = cache.of(layer).append(heads_first(rotation(k)), heads_first(v), count)
-        # Heads that share keys are one group, and the tokens of all of them are the rows of one product.
-        grouped = (x.shape[0], config.kv_heads, config.heads // config.kv_heads, x.shape[1])
-        rows = heads_first(rotation(q)).reshape(x.shape[0], config.kv_heads, -1, config.head_size)
-        scores = layer_cache.scores(rows).reshape(*grouped, -1).astype(jnp.float32) * config.query_scale
-        if config.attention_cap:
-            scores = config.attention_cap * jnp.tanh(scores / config.attention_cap)
-        back = positions[:, :, None] - layer_cache.positions  # below zero for places that are empty
-        seen = (back >= 0) & ((window == 0) | (back < window))
-        shares = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(x.dtype)
-        mixed = layer_cache.mix(shares.reshape(*rows.shape[:3], -1)).reshape(
-            x.shape[0], config.heads, *x.shape[1:2], -1
+        mixed = layer_cache.attend(
+            heads_first(rotation(q)),
+            positions,
+            scale=config.query_scale,
+            sliding_window=window,
+            soft_cap=config.attention_cap or None,
         )
         y = per_token(self.output)(heads_first(mixed).reshape(*x.shape[:2], -1))
         return y, cache.having(layer, layer_cache)

@@ -3,5 +3,5 @@
 import pathlib
 
 
-__version__ = "0.1.10"
+__version__ = "0.1.11"
 LIBRARY = pathlib.Path(__file__).parent / "kernels.lib"

@@ -81,6 +81,7 @@ int main(int argc, char** argv) {
   add_int8_tests();
   add_encode_tests();
   add_trellis_tests();
+  add_attention_tests();
   add_check_tests();
   int ran = 0, failed = 0;
   for (const Test& one : tests)

@@ -28,6 +28,7 @@ void add_integer_row_tests();
 void add_int8_tests();
 void add_encode_tests();
 void add_trellis_tests();
+void add_attention_tests();
 void add_check_tests();
 
 #endif  // EQQUANT_TESTS_UNIT_H_

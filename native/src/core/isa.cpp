@@ -21,18 +21,18 @@
 namespace {
 
 // The instruction sets: what of each room they take, and from which set.
-#define EQQ_ISA(NAME, MATMUL, DECODE, INT8, ENCODE, SLABS) \
-  {#NAME, &MATMUL, &DECODE::kDecode, &INT8::kInt8, &ENCODE::kEncode, &SLABS::kSlabs}
-const Isa kGeneric = EQQ_ISA(generic, generic::kMatmul, generic, generic, generic, generic);
+#define EQQ_ISA(NAME, MATMUL, DECODE, INT8, ENCODE, SLABS, ATTENTION) \
+  {#NAME, &MATMUL, &DECODE::kDecode, &INT8::kInt8, &ENCODE::kEncode, &SLABS::kSlabs, &ATTENTION::kAttention}
+const Isa kGeneric = EQQ_ISA(generic, generic::kMatmul, generic, generic, generic, generic, generic);
 #if defined(__x86_64__) || defined(_M_X64)
-const Isa kAvx2 = EQQ_ISA(avx2, avx2::kMatmul, avx2, avx2, avx2, avx2);
-const Isa kAvx512 = EQQ_ISA(avx512, avx512::kMatmul, avx512, avx512, avx512, avx512);
-const Isa kAvx512Vnni = EQQ_ISA(avx512vnni, kMatmulSlices, avx512, avx512vnni, avx512, avx512);
-const Isa kAvx512Vbmi = EQQ_ISA(avx512vbmi, kMatmulSlicesVbmi, avx512vbmi, avx512vnni, avx512, avx512vbmi);
-const Isa kAmx = EQQ_ISA(amx, amx::kMatmul, avx512vbmi, amx, avx512, avx512vbmi);
+const Isa kAvx2 = EQQ_ISA(avx2, avx2::kMatmul, avx2, avx2, avx2, avx2, avx2);
+const Isa kAvx512 = EQQ_ISA(avx512, avx512::kMatmul, avx512, avx512, avx512, avx512, avx512);
+const Isa kAvx512Vnni = EQQ_ISA(avx512vnni, kMatmulSlices, avx512, avx512vnni, avx512, avx512, avx512);
+const Isa kAvx512Vbmi = EQQ_ISA(avx512vbmi, kMatmulSlicesVbmi, avx512vbmi, avx512vnni, avx512, avx512vbmi, avx512);
+const Isa kAmx = EQQ_ISA(amx, amx::kMatmul, avx512vbmi, amx, avx512, avx512vbmi, avx512);
 #elif defined(__aarch64__) || defined(_M_ARM64)
-const Isa kNeon = EQQ_ISA(neon, neon::kMatmul, neon, neon, generic, generic);
-const Isa kDotprod = EQQ_ISA(dotprod, neon::kMatmul, neon, dotprod, generic, generic);
+const Isa kNeon = EQQ_ISA(neon, neon::kMatmul, neon, neon, generic, generic, generic);
+const Isa kDotprod = EQQ_ISA(dotprod, neon::kMatmul, neon, dotprod, generic, generic, generic);
 #endif
 
 struct Found {

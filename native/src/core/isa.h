@@ -56,10 +56,11 @@ EQQ_INLINE const MatmulKernel& select_kernel(const MatmulKernel* kernel, const P
 typedef struct Isa {
   const char* name;
   const MatmulKernel* matmul;
-  const MatmulKernel* decode;         // to a dense weight
-  const struct Int8Kernel* int8;      // in `int8/int8.h`
-  const struct EncodeKernel* encode;  // in `encode/encode.h`
-  const struct SlabKernel* slabs;     // in `slabs/slabs.h`
+  const MatmulKernel* decode;               // to a dense weight
+  const struct Int8Kernel* int8;            // in `int8/int8.h`
+  const struct EncodeKernel* encode;        // in `encode/encode.h`
+  const struct SlabKernel* slabs;           // in `slabs/slabs.h`
+  const struct AttentionKernel* attention;  // in `attention/attention.h`
 } Isa;
 
 // Kernels that rooms define for an instruction set, each in a file that CMake compiles for all of them; not all have
@@ -70,6 +71,7 @@ typedef struct Isa {
   extern const struct Int8Kernel kInt8;                                                       \
   extern const struct EncodeKernel kEncode;                                                   \
   extern const struct SlabKernel kSlabs;                                                      \
+  extern const struct AttentionKernel kAttention;                                             \
   void decode_scales(const Problem* p, int64_t row, int64_t first, int64_t last, float* out); \
   }
 EQQ_INSTRUCTION_SET(generic)

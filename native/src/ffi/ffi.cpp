@@ -5,146 +5,9 @@
 
 #include "core/matmul.h"
 #include "ffi/buffers.h"
+#include "ffi/weight.h"
 
 namespace {
-
-// Indices into the attribute `weight`, which must match `cpu._attributes`.
-enum WeightAttr {
-  kBits,
-  kLength,
-  kBlockSize,
-  kScaleKind,
-  kValues,
-  kScaleBits,  // 0 if scales are no codes
-  kScaleBlockSize,
-  // Whether there are such arguments behind the scales, in this order.
-  kRowScale,
-  kZeroPoint,
-  kScaleCodes,
-  kOffset,
-  kOffsetCodes,
-  kSelected,
-  kNumWeightAttrs
-};
-using Numbers = ffi::Span<const int64_t>;
-using Table = ffi::Span<const float>;
-
-// What the bits of a weight mean: its attributes. `codec` is empty, or has the fields of a `Codec` in their order.
-struct Meaning {
-  Table table, scale_table;
-  Numbers weight, codec;
-  ffi::Span<const int8_t> vectors;
-};
-
-// Fills in how codes that stand for several values are packed. Returns null, or the error.
-const char* set_codec(const Meaning& meaning, Codec* out) {
-  const Numbers& codec = meaning.codec;
-  Codec& c = *out;
-  const bool is_trellis = codec[0] == kTrellis;
-  for (size_t i = 0; i < codec.size(); ++i)
-    if (codec[i] < 0 || codec[i] > (is_trellis && i == 2 ? int64_t{UINT32_MAX} : 256))
-      return "a number that describes the codec is out of range";
-  c.kind = static_cast<int32_t>(codec[0]);
-  if (is_trellis) {
-    if (codec.size() != 3) return "another version of eqquant describes the codec";
-    c.bits = static_cast<int32_t>(codec[1]);
-    c.multipliers = static_cast<uint32_t>(codec[2]);
-    return nullptr;
-  }
-  c.num_parts = static_cast<int32_t>(codec.size() / 4);
-  if (codec.size() % 4 != 2 || c.num_parts > kMostParts) return "another version of eqquant describes the codec";
-  c.size = static_cast<int32_t>(codec[1]);
-  int index_bits = 0;
-  for (int i = 0; i < c.num_parts; ++i) {
-    int32_t* const fields[] = {&c.parts[i].kind, &c.parts[i].bits, &c.parts[i].low, &c.parts[i].values};
-    for (int j = 0; j < 4; ++j) *fields[j] = static_cast<int32_t>(codec[2 + 4 * i + j]);
-    if (c.parts[i].kind == kIndex) index_bits += c.parts[i].bits;
-  }
-  c.vectors = meaning.vectors.begin();
-  if (index_bits > kMostIndexBits || meaning.vectors.size() != static_cast<size_t>(c.size) << index_bits)
-    return "a grid must have a vector for each index";
-  return nullptr;
-}
-
-// Fills in the description of the weight, and its codec if it has one. Returns null, or the error. `rest` has `more`
-// arguments at its end.
-const char* set_weight(ffi::AnyBuffer codes, ffi::AnyBuffer scale, ffi::RemainingArgs rest, size_t more,
-                       const Meaning& meaning, Codec* codec, Problem* out) {
-  const auto& [table, scale_table, weight, numbers, vectors] = meaning;
-  Problem& p = *out;
-  if (weight.size() != kNumWeightAttrs) return "another version of eqquant describes the weight";
-  for (int64_t number : weight)
-    if (number < 0 || number >= int64_t{1} << 40) return "a number that describes the weight is out of range";
-  p.bits = static_cast<int32_t>(weight[kBits]);
-  p.scale_bits = static_cast<int32_t>(weight[kScaleBits]);
-  p.scale_kind = static_cast<int32_t>(weight[kScaleKind]);
-  p.values = static_cast<int32_t>(weight[kValues]);
-  p.k = weight[kLength];
-  p.block_size = weight[kBlockSize];
-  p.scale_block_size = weight[kScaleBlockSize];
-  const bool coded = p.scale_bits > 0;
-  if (p.bits < 1 || p.bits > 8 || p.scale_bits > 8) return "codes must have 1 to 8 bits";
-  if (table.size() != size_t{1} << p.bits || scale_table.size() != (coded ? size_t{1} << p.scale_bits : 0))
-    return "a table must have a value for each code";
-  if (p.scale_kind > kScaleUE4M4) return "the kind of scales is not known";
-  size_t given = 0;
-  for (int i = kRowScale; i < kNumWeightAttrs; ++i) given += weight[i] != 0;
-  if (rest.size() != given + more) return "arguments and flags differ in number";
-  const ffi::DataType scale_type = p.scale_kind == kScaleFloat32  ? ffi::DataType::U32
-                                 : p.scale_kind <= kScaleBFloat16 ? ffi::DataType::U16
-                                                                  : ffi::DataType::U8;
-  if (codes.element_type() != ffi::DataType::U8) return "codes must be uint8";
-  if (scale.element_type() != scale_type) return "scales must be unsigned integers of the width of their kind";
-  Matrix cs, ss;
-  if (!as_matrix(codes, &cs) || !as_matrix(scale, &ss)) return "arrays must have at least two dimensions";
-  if (ss.batch != cs.batch) return "batches differ";
-  if (ss.rows != cs.rows) return "codes and scales differ in their rows";
-  p.batch = p.stack = cs.batch;
-  p.n = cs.rows;
-  p.words = cs.columns;
-  if (p.block_size < 1 || p.scale_block_size < 0) return "blocks must have at least one code";
-  p.blocks = coded ? (p.k + p.block_size - 1) / p.block_size : ss.columns;
-  p.scale_blocks = ss.columns;
-  if (coded && p.blocks < 1) p.blocks = 1;
-
-  size_t at = 0;
-  bool fits = true;
-  // The next argument, if it is given, with its numbers per row.
-  const auto next = [&](WeightAttr which, ffi::DataType type, int64_t columns) -> const void* {
-    if (weight[which] == 0) return nullptr;
-    auto found = rest.get<ffi::AnyBuffer>(at++);
-    Matrix a;
-    fits = fits && found.has_value() && found->element_type() == type && as_matrix(*found, &a) && a.batch == p.stack &&
-           a.rows == p.n && a.columns == columns;
-    return fits ? found->untyped_data() : nullptr;
-  };
-  p.row_scale = static_cast<const float*>(next(kRowScale, ffi::DataType::F32, 1));
-  if (!fits) return "the scales of rows must be float32, one for each";
-  p.zero_words = packed_bytes(p.blocks, p.bits);
-  p.zero_point = static_cast<const uint8_t*>(next(kZeroPoint, ffi::DataType::U8, p.zero_words));
-  if (!fits) return "zero points must be uint8, one for each scale, packed as codes are";
-  p.scale_words = coded ? packed_bytes(p.blocks, p.scale_bits) : 0;
-  p.scale_codes = static_cast<const uint8_t*>(next(kScaleCodes, ffi::DataType::U8, p.scale_words));
-  p.offset = next(kOffset, scale_type, ss.columns);
-  p.offset_codes = static_cast<const uint8_t*>(next(kOffsetCodes, ffi::DataType::U8, p.scale_words));
-  if (!fits || coded != (weight[kScaleCodes] != 0))
-    return "codes of scales must be uint8, and offsets be stored as scales are";
-  if (weight[kSelected] != 0) {
-    auto found = rest.get<ffi::AnyBuffer>(at);
-    if (!found.has_value() || found->element_type() != ffi::DataType::S32) return "the selected indices must be int32";
-    p.batch = static_cast<int64_t>(found->element_count());
-    p.selected = static_cast<const int32_t*>(found->untyped_data());
-  }
-  if (meaning.codec.size() > 0) {
-    if (const char* wrong = set_codec(meaning, codec)) return wrong;
-    p.codec = codec;
-  }
-  p.codes = static_cast<const uint8_t*>(codes.untyped_data());
-  p.scale = scale.untyped_data();
-  p.table = table.begin();
-  p.scale_table = coded ? scale_table.begin() : nullptr;
-  return nullptr;
-}
 
 // Fills in the arrays of a product with a weight that is set; either may be transposed. Returns null, or the error.
 const char* set_arrays(ffi::AnyBuffer x, ffi::AnyBuffer y, bool x_transposed, bool y_transposed, Problem* out) {
@@ -181,7 +44,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   Problem p = {};
   p.transpose = transpose;
   p.coarse = coarse;
-  if (const char* wrong = set_weight(codes, scale, rest, 0, meaning, &codec, &p)) return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, all_but(0, rest), meaning, &codec, &p)) return bad(wrong);
   if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
   if (y->element_type() != x.element_type()) return bad("the result must have the type of x");
   if (const char* wrong = set_arrays(x, *y, x_transposed, y_transposed, &p)) return bad(wrong);
@@ -223,7 +86,7 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   if (q.form == kFloats && x.element_type() != y->element_type())
     return bad("x must be int8, uint8 or of the type of the result");
   const size_t more = q.form == kFloats && !scaled ? 0 : affine ? 2 : 1;
-  if (const char* wrong = set_weight(codes, scale, rest, more, meaning, &codec, &p)) return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, all_but(more, rest), meaning, &codec, &p)) return bad(wrong);
   if (const char* wrong = set_arrays(x, *y, x_transposed, y_transposed, &p)) return bad(wrong);
   if (more > 0 && !row_numbers(rest, rest.size() - more, ffi::DataType::F32, p, &q.x_scale))
     return bad("the scales of x must be float32, one for each row");
@@ -245,7 +108,7 @@ ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer sca
   Codec codec = {};
   Problem p = {};
   Matrix ys;
-  if (const char* wrong = set_weight(codes, scale, rest, 0, meaning, &codec, &p)) return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, all_but(0, rest), meaning, &codec, &p)) return bad(wrong);
   if (!as_matrix(*y, &ys) || ys.batch != p.batch || ys.rows != p.n || ys.columns != p.k)
     return bad("the result has a wrong shape");
   if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");

@@ -1,6 +1,5 @@
 """`QuantizedCache`: the keys and values of attention, quantized as they come."""
 
-import dataclasses
 import math
 
 import equinox as eqx
@@ -10,19 +9,16 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int
 
-from ._array.array import is_quantized, QuantizedArray
-from ._array.quantize import quantize_array
-from ._compat import vary_alike
-from ._formats.base import AbstractFormat, segment_length
-from ._formats.names import as_format
-from ._mesh import full_spec, place
-from ._numerics.batching import vmap_leading
-from ._numerics.packing import pack as pack_codes
+from .._array.array import is_quantized
+from .._formats.base import AbstractFormat, segment_length
+from .._formats.names import as_format
+from .._mesh import full_spec, place
+from .attention import attend_by_xla, bind_attention
+from .write import append_to_window, MaybeQuantized, quantized_zeros, slice_tokens, write_rows, write_tokens
 
 
-MaybeQuantized = QuantizedArray | Array
 _EMPTY_POSITION = np.iinfo(np.int32).max  # after every token
 
 
@@ -117,7 +113,7 @@ class QuantizedCache(eqx.Module):
         *batch, heads, context, size = shape
         context = -(-context // window) * window if window else context
         # Fields do not share arrays, because no memory may be donated twice.
-        zeros = lambda format, axis=-1: _zeros((*batch, heads, context, size), dtype, format, axis)
+        zeros = lambda format, axis=-1: quantized_zeros((*batch, heads, context, size), dtype, format, axis)
         new_window = lambda: jnp.zeros((*batch, heads, window, size), dtype)
         return QuantizedCache(
             zeros(key_format, -2 if per_channel else -1),
@@ -197,7 +193,7 @@ class QuantizedCache(eqx.Module):
         if self.recent is None:
             at = self.length[..., None] + self._arange(new)
             return QuantizedCache(
-                _write_tokens(self.keys, keys, at), _write_tokens(self.values, values, at), None, length
+                write_tokens(self.keys, keys, at), write_tokens(self.values, values, at), None, length
             )
         # Arrange the tokens of the unfinished window and the new tokens in whole windows.
         window = self.window
@@ -206,18 +202,18 @@ class QuantizedCache(eqx.Module):
         within = self.length % window
         # One window is enough. Old tokens may stay in it, which `positions` masks.
         if windows == 1:
-            append = lambda old, x: _write_rows(old, x.astype(old.dtype), within[..., None])
+            append = lambda old, x: write_rows(old, x.astype(old.dtype), within[..., None])
         else:
-            append = lambda old, x: _append_to_window(old, x, within, windows * window)
+            append = lambda old, x: append_to_window(old, x, within, windows * window)
         tokens = append(self.recent[0], keys), append(self.recent[1], values)
         at = before[..., None] * window + self._arange(windows * window)
         # Most steps fill no window. Then they write zeros, which a later step overwrites.
         filled = length // window > before
-        write = lambda old, x: _write_tokens(old, x, at, jnp.any(filled), window)
+        write = lambda old, x: write_tokens(old, x, at, jnp.any(filled), window)
         start = (length // window - before) * window
         recent = tokens
         if windows > 1:
-            recent = _slice_tokens(tokens[0], start, window), _slice_tokens(tokens[1], start, window)
+            recent = slice_tokens(tokens[0], start, window), slice_tokens(tokens[1], start, window)
         return QuantizedCache(write(self.keys, tokens[0]), write(self.values, tokens[1]), recent, length)
 
     def _arange(self, n: int) -> Int[Array, "*ones n"]:
@@ -264,6 +260,60 @@ class QuantizedCache(eqx.Module):
         if self.recent is None:
             return old
         return old + shares[..., self.context :] @ self.recent[1].astype(shares.dtype)
+
+    def attend(
+        self,
+        queries: Float[Array, "*batch query_heads new size"],
+        positions: Int[Array, "*batch new"],
+        *,
+        scale: float | None = None,
+        sliding_window: Int[Array, ""] | int | None = None,
+        soft_cap: float | None = None,
+    ) -> Float[Array, "*batch query_heads new size"]:
+        """Computes causal attention of new tokens to the cached ones.
+
+        Append the keys and values of the new tokens first. On CPU, native code takes time by how many tokens there are,
+        not by how many fit, for a few queries at a time.
+
+        **Arguments:**
+
+        - `queries`: of the new tokens; `query_heads` is a multiple of the heads of the cache, which neighbors share.
+        - `positions`: the position of each new token in its text. It sees tokens up to its own.
+        - `scale`: of the scores; by default `1 / sqrt(size)`.
+        - `sliding_window`: how many tokens a token sees, its own included; `None` or 0 for all. May be traced.
+        - `soft_cap`: bounds scores by `soft_cap * tanh(score / soft_cap)`, as Gemma 2 does.
+
+        **Returns:**
+
+        One vector for each query, of the dtype of `queries`; zeros for a token that sees none, as in padding.
+
+        **Raises:**
+
+        `ValueError` for other shapes, a negative window, or a cap that is not positive. `TypeError` for positions that
+        are no integers.
+        """
+        *front, heads, _, size = self.values.shape
+        given = queries.shape[-3] if queries.ndim == self.values.ndim else 0
+        if queries.shape != (*front, given, queries.shape[-2], size) or given < 1 or given % heads:
+            here = ", ".join(map(str, (*front, f"a multiple of {heads}", "new", size)))
+            raise ValueError(f"`queries` must be (*batch, query_heads, new, size), here ({here}). Got {queries.shape}.")
+        new = queries.shape[-2]
+        if not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise TypeError(f"`positions` must be integers. Got {positions.dtype}.")
+        if positions.shape != (*front, new):
+            raise ValueError(f"`positions` must be (*batch, new), here {(*front, new)}. Got {positions.shape}.")
+        if soft_cap is not None and not soft_cap > 0:
+            raise ValueError(f"`soft_cap` must be positive, or None for no cap. Got {soft_cap}.")
+        window = jnp.asarray(0 if sliding_window is None else sliding_window, jnp.int32)
+        if not isinstance(window, jax.core.Tracer) and window < 0:
+            raise ValueError(f"`sliding_window` must not be negative; 0 is none. Got {window}.")
+        if not new:
+            return queries
+        rows = queries.reshape(*front, heads, given // heads * new, size)
+        at, width = positions.astype(jnp.int32), jnp.broadcast_to(window, self.length.shape)
+        factor = 1 / math.sqrt(size) if scale is None else float(scale)
+        compute = bind_attention if self.recent is None else attend_by_xla
+        return compute(rows, at, width, self, factor, float(soft_cap or 0)).reshape(queries.shape)
 
     def _check_rows(self, x: Array, name: str, last: str, length: int) -> None:
         """Raises unless the last axis has this length, and batch axes and heads broadcast."""
@@ -346,101 +396,7 @@ def _min_window(format: AbstractFormat | None) -> int:
     return math.lcm(block, segment_length(format))
 
 
-def _zeros(shape: tuple[int, ...], dtype: DTypeLike, format: AbstractFormat | None, axis: int) -> MaybeQuantized:
-    """Returns quantized zeros: one quantized row, repeated."""
-    if format is None:
-        return jnp.zeros(shape, dtype)
-    *batch, rows, length = shape if axis == -1 else (*shape[:-2], shape[-1], shape[-2])
-    row = quantize_array(jnp.zeros(length, dtype), format, (-1,), None, None)
-    repeated = jtu.tree_map(lambda leaf: jnp.broadcast_to(leaf, (*batch, rows, *leaf.shape)), row)
-    return dataclasses.replace(repeated, axis=axis)
-
-
-def _quantize_rows(x: Array, format: AbstractFormat, axis: int | tuple[int, ...]) -> QuantizedArray:
-    """Quantizes every row on its own: per token, or with axis -2 per channel."""
-    quantize_row = lambda row: quantize_array(row, format, (-1,), None, None)
-    rows = x if axis == -1 else x.mT
-    return dataclasses.replace(vmap_leading(quantize_row, x.ndim - 1)(rows), axis=axis)
-
-
 def _multiply(queries: Array, keys: MaybeQuantized) -> Array:
     # XLA for CPU copies a transposed right operand: better a few queries than all keys.
     few = not is_quantized(keys) and queries.shape[-2] < queries.shape[-1]
     return (keys @ queries.mT).mT if few else queries @ keys.mT
-
-
-def _write_tokens(
-    old: MaybeQuantized,
-    new: Float[Array, "*batch heads tokens size"],
-    at: Int[Array, "*batch tokens"],
-    needed: Bool[Array, ""] | bool = True,
-    group: int = 1,
-) -> MaybeQuantized:
-    """Quantizes tokens and writes them to their places; zeros unless `needed`."""
-    if not isinstance(old, QuantizedArray):
-        return _write_rows(old, new.astype(old.dtype), at)
-    bits, across = old.format.bits, old.axis != -1
-    # Zero points of several groups share bytes.
-    unpack_zero_points = lambda q: dataclasses.replace(q, zero_point_bits=q.zero_point) if across else q
-    pack = lambda: jtu.tree_leaves(unpack_zero_points(_quantize_rows(new.astype(old.dtype), old.format, old.axis)))
-    if needed is True:
-        packed = pack()
-    else:
-        nothing = lambda: jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(pack))
-        packed = jax.lax.cond(needed, pack, nothing)
-    leaves, treedef = jtu.tree_flatten(unpack_zero_points(old))
-    if not across:
-        return jtu.tree_unflatten(treedef, [_write_rows(leaf, x, at) for leaf, x in zip(leaves, packed, strict=True)])
-    # Codes and scales of a group are contiguous, so a group is a row.
-    groups, count, whole = at[..., ::group] // group, new.shape[-2] // group, old.shape[-2] // group
-    in_rows = lambda leaf, n: leaf.reshape(*leaf.shape[:-1], n, leaf.shape[-1] // n)
-    written = [
-        _write_rows(in_rows(leaf, whole), in_rows(x, count), groups).reshape(leaf.shape)
-        for leaf, x in zip(leaves, packed, strict=True)
-    ]
-    q = jtu.tree_unflatten(treedef, written)
-    zero_point = q.zero_point_bits
-    return q if zero_point is None else dataclasses.replace(q, zero_point_bits=pack_codes(zero_point, bits))
-
-
-def _write_rows(old: Array, new: Array, at: Int[Array, "*batch rows"]) -> Array:
-    """Writes rows along the second last axis. Drops rows beyond the end."""
-    return (_write_floats if jnp.issubdtype(old.dtype, jnp.floating) else _write_in_place)(old, new, at)
-
-
-def _scatter(old: Array, new: Array, at: Array) -> Array:
-    write = lambda old, new, at: old.at[..., at, :].set(new, mode="drop", unique_indices=True)
-    return vmap_leading(write, at.ndim - 1)(old, new, at)
-
-
-def _scatter_in_loop(old: Array, new: Array, at: Array) -> Array:
-    # XLA for CPU writes into a new copy for each reader of the result, but it updates the carry of a loop in place. So
-    # this is a loop of one iteration, and XLA must not know the count.
-    once = jax.lax.optimization_barrier(jnp.int32(1))
-    return jax.lax.fori_loop(0, once, lambda _, old: _scatter(old, new, at), old)
-
-
-@jax.jit
-def _write_in_place(old: Array, new: Array, at: Array) -> Array:
-    return jax.lax.platform_dependent(*vary_alike((old, new, at)), cpu=_scatter_in_loop, default=_scatter)
-
-
-_write_floats = jax.custom_jvp(_write_in_place)
-
-
-@_write_floats.defjvp
-def _(primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-    # Reverse mode cannot differentiate a loop of unknown length.
-    return _write_floats(*primals), _scatter(tangents[0], tangents[1], primals[2])
-
-
-def _append_to_window(recent: Array, new: Array, start: Int[Array, "*batch"], length: int) -> Array:
-    """Returns the tokens of the window, then the new ones, then zeros."""
-    wide = jnp.pad(recent, [(0, 0)] * (recent.ndim - 2) + [(0, length - recent.shape[-2]), (0, 0)])
-    put = lambda wide, new, start: jax.lax.dynamic_update_slice_in_dim(wide, new, start, axis=-2)
-    return vmap_leading(put, start.ndim)(wide, new.astype(recent.dtype), start)
-
-
-def _slice_tokens(tokens: Array, start: Int[Array, "*batch"], length: int) -> Array:
-    slice_tokens = lambda tokens, start: jax.lax.dynamic_slice_in_dim(tokens, start, length, axis=-2)
-    return vmap_leading(slice_tokens, start.ndim)(tokens, start)

@@ -1,0 +1,72 @@
+// Attention to a cache of keys and values, most places of which may still be empty: only the places that a query sees
+// are read.
+//
+//   s(b, h, r, t) = scale * sum over d of queries(b, h, r, d) keys(b, h, t, d), and with a cap c tanh(s / c)
+//   y(b, h, r, d) = sum over t of softmax over t of s(b, h, r, t) times values(b, h, t, d)
+//
+// Row `r` belongs to token `r % tokens`: rows of several heads that share keys follow each other. Its token at position
+// `i` sees places `i - window + 1` to `i` as far as they are filled, and without a window all up to `i`. A row that
+// sees no place is zero.
+//
+// Places are taken in parts. Each part has sums of its own, which are merged at the end. So results do not depend on
+// the number of threads, and few heads with many places keep all threads busy.
+#pragma once
+
+#include <stddef.h>
+
+#include "core/isa.h"
+
+// Keys or values, rows of `size` numbers: floats, or a weight.
+typedef struct CacheRows {
+  const void* floats;  // of `type`
+  int32_t type;        // FloatType
+  Problem packed;      // the weight, all rows of which are one batch; has no bits if rows are floats
+} CacheRows;
+
+static inline bool is_packed(const CacheRows& rows) { return rows.packed.bits > 0; }
+
+typedef struct AttentionProblem {
+  const void* queries;     // (batch, heads, rows, size), of `type`
+  void* y;                 // as queries
+  CacheRows keys, values;  // (batch, heads, places, size)
+  const int32_t* at;       // (batch, tokens): the positions of the tokens
+  const int32_t* length;   // (batch,): how many places are filled
+  const int32_t* window;   // (batch,): how many places a token sees, its own included; 0 for all
+  int64_t batch, heads, rows, tokens, places, size;
+  float scale, cap;  // `cap` 0 for none
+  int32_t type;      // FloatType
+} AttentionProblem;
+
+// Loops over rows of floats, compiled for some instruction sets.
+typedef struct AttentionKernel {
+  // Floats of 16 bits as float32.
+  void (*widen)(const void* from, int32_t type, int64_t count, float* out);
+  // The products of a query with some keys.
+  void (*products)(const float* query, const float* keys, int64_t places, int64_t size, float* out);
+  // Scales products and caps them; returns the largest, but at least `top`. NaN is not larger than a number.
+  float (*scores)(float* products, int64_t places, float scale, float cap, float top);
+  // Replaces scores by exp(score - top); returns their sum.
+  float (*exponentials)(float* scores, int64_t places, float top);
+  // Adds the values of some places, each times its share, to `sums`.
+  void (*mix)(const float* shares, const float* values, int64_t places, int64_t size, float* sums);
+} AttentionKernel;
+
+constexpr int64_t kPartPlaces = 512;  // of a part
+constexpr int64_t kTilePlaces = 64;   // that are widened at a time
+
+// The error of a problem, as a sentence in `text`; or null. Reads no array.
+const char* check_attention(const AttentionProblem& problem, char* text, size_t room);
+
+// How many parts the tokens of a batch see at most, and how many numbers of the cache all of them see.
+int64_t attention_parts(const AttentionProblem& problem);
+double attention_numbers(const AttentionProblem& problem);
+
+// The memory that a thread needs for a part, and the floats of its sums.
+int64_t attention_bytes(const AttentionProblem& problem);
+inline int64_t attention_sums(const AttentionProblem& problem) { return problem.rows * (problem.size + 2); }
+
+// Computes the sums of a part for all rows of a head, of which there are batch * heads. Whether there was enough
+// memory.
+bool attend_part(const Isa& isa, const AttentionProblem& problem, int64_t head, int64_t part, void* own, float* sums);
+// Merges the sums of the parts of a head, and writes its results.
+void merge_parts(const AttentionProblem& problem, int64_t head, int64_t parts, float* sums);

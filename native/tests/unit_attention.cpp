@@ -1,0 +1,363 @@
+// Attention to a cache: which places a token sees, and the sums of parts, against float64.
+#include "attention/run.h"
+#include "unit_data.h"
+
+namespace {
+
+using std::to_string;
+
+// Random queries, keys and values. A test changes some, and then checks the results.
+struct Attention {
+  Attention(int64_t batch, int64_t heads, int64_t rows, int64_t tokens, int64_t places, int64_t size) {
+    p.batch = batch;
+    p.heads = heads;
+    p.rows = rows;
+    p.tokens = tokens;
+    p.places = places;
+    p.size = size;
+    p.scale = 0.25f;
+    Random random(static_cast<uint32_t>(3 + places));
+    for (auto [count, to] :
+         {std::pair{rows, &queries}, std::pair{places, &floats[kKeys]}, std::pair{places, &floats[kValues]}}) {
+      to->resize(batch * heads * count * size);
+      for (double& number : *to) number = static_cast<double>(whole(random, -60, 60)) / 32;  // exact in 16 bits
+    }
+    for (int64_t b = 0; b < batch; ++b) {
+      length.push_back(static_cast<int32_t>(places));
+      window.push_back(0);
+      for (int64_t token = 0; token < tokens; ++token) at.push_back(static_cast<int32_t>(places - tokens + token));
+    }
+  }
+
+  enum { kKeys, kValues };
+
+  // The codes of keys or values, instead of floats.
+  void pack(int which, Form form) {
+    form.n = p.places;
+    form.k = p.size;
+    form.stack = p.batch * p.heads;
+    if (form.block == 0) form.block = p.size;
+    packed[which] = std::make_unique<Weight>(form);
+    const Weight& w = *packed[which];
+    for (int64_t i = 0; i < w.rows * p.size; ++i) {
+      const int64_t row = i / p.size, k = i % p.size;
+      floats[which][i] = w.value(row, k) * w.scale(row, k) + w.offset(row, k);
+    }
+  }
+
+  double& key(int64_t head, int64_t place, int64_t i) { return floats[kKeys][(head * p.places + place) * p.size + i]; }
+  double& value(int64_t head, int64_t place, int64_t i) {
+    return floats[kValues][(head * p.places + place) * p.size + i];
+  }
+
+  static std::vector<uint8_t> stored(int type, const std::vector<double>& numbers) {
+    std::vector<uint8_t> bytes(numbers.size() * float_bytes(type));
+    for (size_t i = 0; i < numbers.size(); ++i) store_float(type, numbers[i], &bytes[i * float_bytes(type)]);
+    return bytes;
+  }
+
+  std::vector<double> run(const Isa& isa, int64_t threads = kThreads) const {
+    AttentionProblem q = p;
+    const std::vector<uint8_t> query_bytes = stored(p.type, queries);
+    std::vector<uint8_t> bytes[2];
+    for (int which : {kKeys, kValues}) {
+      CacheRows& rows = which == kKeys ? q.keys : q.values;
+      if (packed[which] != nullptr) {
+        packed[which]->describe(&rows.packed);
+        rows.packed.n *= p.batch * p.heads;
+        rows.packed.batch = rows.packed.stack = 1;
+        continue;
+      }
+      rows.type = types[which];
+      bytes[which] = stored(rows.type, floats[which]);
+      rows.floats = bytes[which].data();
+    }
+    std::vector<uint8_t> y(query_bytes.size(), 0xff);
+    q.queries = query_bytes.data();
+    q.y = y.data();
+    q.at = at.data();
+    q.length = length.data();
+    q.window = window.data();
+    char why[200];
+    expect_accepted(check_attention(q, why, sizeof why));
+    Pool pool;
+    if (!run_attention(isa, q, pool, threads)) fail("there is not enough memory");
+    std::vector<double> found;
+    for (size_t i = 0; i < queries.size(); ++i) found.push_back(load_float(p.type, &y[i * float_bytes(p.type)]));
+    return found;
+  }
+
+  // Whether a row sees a place: `window` places up to its own, of those that are filled.
+  bool sees(int64_t batch, int64_t row, int64_t place) const {
+    const int64_t position = at[batch * p.tokens + row % p.tokens];
+    return place < length[batch] && place <= position && (window[batch] == 0 || place > position - window[batch]);
+  }
+
+  void check(const Isa& isa) const {
+    const std::vector<double> found = run(isa);
+    for (int64_t head = 0; head < p.batch * p.heads; ++head)
+      for (int64_t row = 0; row < p.rows; ++row) check_row(head, row, &found[(head * p.rows + row) * p.size]);
+    const std::vector<double> alone = run(isa, 1);
+    if (memcmp(found.data(), alone.data(), found.size() * sizeof(double)) != 0) fail("one thread finds other results");
+  }
+
+  void check_row(int64_t head, int64_t row, const double* found) const {
+    const double* query = &queries[(head * p.rows + row) * p.size];
+    std::vector<double> scores, expected(p.size);
+    std::vector<int64_t> seen;
+    double reach = 0, top = -INFINITY, total = 0, amax = 0;
+    for (int64_t t = 0; t < p.places; ++t) {
+      if (!sees(head / p.heads, row, t)) continue;
+      double score = 0, size = 0;
+      for (int64_t i = 0; i < p.size; ++i) {
+        const double product = query[i] * floats[kKeys][(head * p.places + t) * p.size + i];
+        score += product;
+        size += fabs(product);
+        amax = std::max(amax, fabs(floats[kValues][(head * p.places + t) * p.size + i]));
+      }
+      score *= p.scale;
+      if (p.cap > 0) score = p.cap * tanh(score / p.cap);
+      reach = std::max({reach, size * p.scale, static_cast<double>(p.cap)});
+      scores.push_back(score);
+      seen.push_back(t);
+      top = std::max(top, score);
+    }
+    for (size_t i = 0; i < seen.size(); ++i) {
+      const double share = exp(scores[i] - top);
+      total += share;
+      for (int64_t d = 0; d < p.size; ++d)
+        expected[d] += share * floats[kValues][(head * p.places + seen[i]) * p.size + d];
+    }
+    // Products of 16 bits round queries and shares to 16 bits.
+    const double of_score = p.type == kFloat32 ? 0x1p-20 : 0x1p-12;
+    for (int64_t d = 0; d < p.size; ++d) {
+      const double exact = seen.empty() ? 0 : expected[d] / total;
+      const double bound = 2 * amax * of_score * (1 + reach) + rounding(p.type, exact);
+      if (!near(found[d], exact, bound))
+        fail("y[%d, %d, %d] is %.9g, not %.9g within %.2g", static_cast<int>(head), static_cast<int>(row),
+             static_cast<int>(d), found[d], exact, bound);
+    }
+  }
+
+  AttentionProblem p = {};
+  int types[2] = {kFloat32, kFloat32};
+  std::vector<double> queries, floats[2];
+  std::unique_ptr<Weight> packed[2];
+  std::vector<int32_t> at, length, window;
+};
+
+void add_lengths() {
+  for (const int64_t size : {1, 7, 8, 20, 64, 65, 128, 150})
+    test("attention/heads of " + to_string(size), [=](const Isa& isa) {
+      for (const int64_t places : {1, 9, 70}) Attention(2, 2, 3, 1, places, size).check(isa);
+    });
+  for (const int64_t places : {7, 8, 15, 63, 64, 65, 511, 512, 513, 1030, 1536})
+    test("attention/" + to_string(places) + " places", [=](const Isa& isa) {
+      Attention(1, 3, 2, 1, places, 32).check(isa);
+      Attention(1, 1, 4, 2, places, 16).check(isa);
+    });
+  test("attention/many heads and threads", [](const Isa& isa) { Attention(3, 8, 2, 1, 700, 64).check(isa); });
+  test("attention/nothing", [](const Isa& isa) {
+    Attention(0, 2, 1, 1, 4, 8).check(isa);
+    Attention(2, 2, 0, 1, 4, 8).check(isa);
+    Attention(2, 2, 1, 1, 4, 0).check(isa);
+    Attention(2, 2, 2, 2, 0, 8).check(isa);
+  });
+}
+
+void add_masks() {
+  test("attention/masks/lengths and positions of a batch", [](const Isa& isa) {
+    Attention a(4, 2, 6, 3, 600, 16);
+    a.length = {600, 1, 0, 530};
+    a.at = {5, 599, 300, 0, 1, 2, 0, 1, 2, 528, 529, 530};
+    a.check(isa);
+  });
+  test("attention/masks/windows", [](const Isa& isa) {
+    for (const int32_t window : {1, 2, 63, 64, 65, 100, 511, 512, 513, 599, 600, 601, 1 << 30}) {
+      Attention a(2, 1, 4, 2, 600, 8);
+      a.window = {window, 0};
+      a.at = {597, 599, 520, 599};
+      a.check(isa);
+      a.at = {100, 599, 3, 3};
+      a.window = {window, window};
+      a.check(isa);
+    }
+  });
+  test("attention/masks/a token that sees nothing is zero", [](const Isa& isa) {
+    Attention a(1, 2, 4, 2, 40, 24);
+    a.length = {10};
+    a.window = {4};
+    a.at = {-1, 30};
+    for (const double number : a.run(isa))
+      if (number != 0) fail("a number is %.9g", number);
+    a.at = {-1, 5};
+    a.check(isa);
+    a.at = {INT32_MAX, 5};
+    a.window = {0};
+    a.check(isa);
+    a.window = {INT32_MAX};
+    a.check(isa);
+  });
+  test("attention/masks/hidden places may hold anything", [](const Isa& isa) {
+    Attention a(1, 2, 2, 1, 700, 16);
+    a.length = {650};
+    a.window = {100};
+    a.at = {640};
+    const std::vector<double> expected = a.run(isa);
+    for (int64_t head = 0; head < 2; ++head)
+      for (int64_t t = 0; t < 700; ++t)
+        if (!a.sees(0, 0, t))
+          for (int64_t i = 0; i < 16; ++i) {
+            a.key(head, t, i) = NAN;
+            a.value(head, t, i) = INFINITY;
+          }
+    if (a.run(isa) != expected) fail("they change the results");
+  });
+}
+
+void add_numbers() {
+  for (const float cap : {0.01f, 5.0f, 50.0f})
+    test("attention/cap of " + to_string(cap), [=](const Isa& isa) {
+      Attention a(1, 2, 3, 1, 77, 32);
+      a.p.cap = cap;
+      a.check(isa);
+      for (double& number : a.queries) number *= 1e6;
+      a.p.scale = 1;
+      a.check(isa);
+    });
+  for (int type : {kFloat32, kBFloat16, kFloat16})
+    for (int key : {kFloat32, kBFloat16, kFloat16})
+      test(std::string("attention/") + kTypeNames[type] + " queries, " + kTypeNames[key] + " keys",
+           [=](const Isa& isa) {
+             for (const int64_t size : {5, 16, 40}) {
+               Attention a(2, 2, 3, 1, 130, size);
+               a.p.type = type;
+               a.types[a.kKeys] = key;
+               a.types[a.kValues] = type;
+               a.check(isa);
+             }
+           });
+  test("attention/large scores choose one place", [](const Isa& isa) {
+    Attention a(1, 1, 1, 1, 600, 16);
+    a.p.scale = 1e4f;
+    const std::vector<double> found = a.run(isa);
+    int64_t best = 0;
+    double most = -INFINITY;
+    for (int64_t t = 0; t < 600; ++t) {
+      double score = 0;
+      for (int64_t i = 0; i < 16; ++i) score += a.queries[i] * a.key(0, t, i);
+      if (score > most) most = score, best = t;
+    }
+    for (int64_t i = 0; i < 16; ++i)
+      if (found[i] != a.value(0, best, i)) fail("number %d is %.9g", static_cast<int>(i), found[i]);
+  });
+  test("attention/shares of tiny scores are not lost", [](const Isa& isa) {
+    Attention a(1, 1, 1, 1, 1200, 8);
+    for (int64_t t = 0; t < 1200; ++t)
+      for (int64_t i = 0; i < 8; ++i) {
+        a.key(0, t, i) = t < 600 ? 0 : -10;  // parts differ in their largest score
+        a.value(0, t, i) = t < 600 ? 1 : 1000;
+      }
+    for (double& number : a.queries) number = 1;
+    a.p.scale = 0.1f;
+    a.check(isa);
+  });
+}
+
+void add_not_finite() {
+  const auto all_nan = [](const std::vector<double>& found) {
+    for (const double number : found)
+      if (!std::isnan(number)) fail("a number is %.9g, not NaN", number);
+  };
+  for (const int64_t place : {0, 5, 599}) {
+    test("attention/NaN in key " + to_string(place), [=](const Isa& isa) {
+      Attention a(1, 1, 2, 1, 600, 16);
+      a.key(0, place, 3) = NAN;
+      all_nan(a.run(isa));
+      a.p.cap = 5;
+      all_nan(a.run(isa));
+    });
+    test("attention/a score of infinity is NaN, " + to_string(place), [=](const Isa& isa) {
+      Attention a(1, 1, 1, 1, 600, 16);
+      for (double& number : a.queries) number = 1;
+      a.key(0, place, 3) = INFINITY;
+      all_nan(a.run(isa));
+    });
+    test("attention/a score of minus infinity has no share, " + to_string(place), [=](const Isa& isa) {
+      Attention a(1, 1, 1, 1, 600, 16);
+      for (double& number : a.queries) number = 1;
+      a.key(0, place, 3) = -INFINITY;
+      a.check(isa);
+    });
+  }
+  test("attention/NaN in a value is in its column alone", [=](const Isa& isa) {
+    Attention a(1, 1, 1, 1, 70, 16);
+    a.value(0, 50, 3) = NAN;
+    const std::vector<double> found = a.run(isa);
+    for (int64_t i = 0; i < 16; ++i)
+      if (std::isnan(found[i]) != (i == 3)) fail("number %d is %.9g", static_cast<int>(i), found[i]);
+  });
+  test("attention/scores of minus infinity alone are NaN", [=](const Isa& isa) {
+    Attention a(1, 1, 1, 1, 9, 16);
+    for (double& number : a.queries) number = 1;
+    for (int64_t t = 0; t < 9; ++t) a.key(0, t, 3) = -INFINITY;
+    all_nan(a.run(isa));
+  });
+}
+
+void add_packed() {
+  std::vector<std::pair<std::string, Form>> forms;
+  const auto add = [&](const char* name, int bits, int table, int64_t block, const auto& change) {
+    Form form;
+    form.bits = bits;
+    form.table = static_cast<Table>(table);
+    form.block = block;
+    change(form);
+    forms.push_back({name, form});
+  };
+  const auto plain = [](Form&) {};
+  add("int8", 8, kIntegers, 0, plain);
+  add("int4", 4, kIntegers, 32, plain);
+  add("nf4", 4, kAnyFloats, 16, [](Form& f) { f.scale_kind = kScaleFloat16; });
+  add("affine", 4, kFromZero, 32, [](Form& f) { f.zero_points = true; });
+  add("scales of rows", 2, kAnyFloats, 16, [](Form& f) { f.row_scales = true; });
+  add("three bits", 3, kIntegers, 32, plain);
+  add("coded scales and offsets", 4, kFromZero, 16, [](Form& f) {
+    f.offsets = true;
+    f.scale_bits = 6;
+    f.scale_block = 4;
+  });
+  for (const auto& [name, form] : forms)
+    test("attention/packed/" + name, [form = form](const Isa& isa) {
+      for (const int which : {0, 1, 2}) {
+        Attention a(2, 2, 3, 1, 600, 64);
+        a.p.scale = 0.02f;
+        a.length = {600, 37};
+        a.window = {150, 0};
+        if (which != 1) a.pack(a.kKeys, form);
+        if (which != 0) a.pack(a.kValues, form);
+        a.check(isa);
+      }
+    });
+  test("attention/packed/bfloat16 queries", [](const Isa& isa) {
+    Attention a(1, 2, 3, 1, 100, 64);
+    Form form;
+    form.bits = 8;
+    form.table = kIntegers;
+    a.p.scale = 0.001f;
+    a.p.type = kBFloat16;
+    a.pack(a.kKeys, form);
+    a.pack(a.kValues, form);
+    a.check(isa);
+  });
+}
+
+}  // namespace
+
+void add_attention_tests() {
+  add_lengths();
+  add_masks();
+  add_numbers();
+  add_not_finite();
+  add_packed();
+}

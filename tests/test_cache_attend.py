@@ -1,0 +1,183 @@
+"""Attention to a cache in one call: what a token sees, on every path."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jaxtyping
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import eqquant as eqq
+from eqquant._native import library as native
+
+from .helpers import mark_slow, weights
+
+
+BATCH, HEADS, CONTEXT, SIZE = 3, 2, 80, 32
+LENGTHS = np.array([77, 3, 40])
+NEW = 3
+CALL = "eqquant_cpu_attention"
+CACHES = {
+    "float": {"keys": None},
+    "int8": {"keys": "int8"},
+    "float, window": {"keys": None, "window": 16},
+    "int4 per channel": {"keys": eqq.Int4(16), "values": "int8", "per_channel": True},
+    "bfloat16": {"keys": None, "dtype": jnp.bfloat16},
+    "float16 int8": {"keys": "int8", "dtype": jnp.float16},
+    "affine": {"keys": eqq.Int4(16, symmetric=False), "values": "nf4"},
+    "int3": {"keys": "int3"},
+    "q4_k": {"keys": None, "values": eqq.formats.Q4_K()},
+    "nvfp4": {"keys": "nvfp4"},
+    "nf4, scales quantized": {"keys": eqq.NF4(16, double_quant=True)},
+}
+
+
+def filled(way, size=SIZE):
+    """A cache whose rows have as many tokens as `LENGTHS`."""
+    keys, values = weights(jr.key(0), (2, BATCH, HEADS, CONTEXT, size)).astype(CACHES[way].get("dtype", jnp.float32))
+    cache = eqq.QuantizedCache.empty((BATCH, HEADS, CONTEXT, size), **CACHES[way])
+    return jax.jit(lambda cache, *new: cache.append(*new))(cache, keys, values, jnp.asarray(LENGTHS))
+
+
+def ask(heads=2 * HEADS, size=SIZE, dtype=jnp.float32):
+    """Queries of the newest tokens, and their positions."""
+    queries = weights(jr.key(1), (BATCH, heads, NEW, size)).astype(dtype)
+    return queries, jnp.asarray(LENGTHS[:, None] - NEW + np.arange(NEW), jnp.int32)
+
+
+@jax.jit
+def parts(cache, queries):
+    """Scores, their positions, and the values as columns of `mix`, all in float32 for the reference."""
+    rows = queries.reshape(BATCH, HEADS, -1, queries.shape[-1])
+    places = cache.context + cache.window
+    units = jnp.broadcast_to(jnp.eye(places, dtype=rows.dtype), (BATCH, HEADS, places, places))
+    return cache.scores(rows), cache.positions, cache.mix(units)
+
+
+def expected(cache, queries, positions, scale=None, window=0, cap=None):
+    """One token at a time, in float64."""
+    scores, places, values = (np.asarray(x, np.float64) for x in parts(cache, queries))
+    out = np.zeros(scores.shape[:3] + values.shape[-1:])
+    for b, h, r in np.ndindex(*scores.shape[:3]):
+        at = int(positions[b, r % NEW])
+        seen = (places[b, 0] <= at) & ((places[b, 0] > at - window) if window else True)
+        s = scores[b, h, r, seen] * (queries.shape[-1] ** -0.5 if scale is None else scale)
+        s = s if cap is None else cap * np.tanh(s / cap)
+        shares = np.exp(s - s.max(initial=0))
+        out[b, h, r] = shares @ values[b, h, seen] / (shares.sum() or 1)
+    return out.reshape(queries.shape)
+
+
+def tolerance(dtype):
+    return {"float32": 3e-6, "bfloat16": 2e-2, "float16": 3e-3}[jnp.dtype(dtype).name]
+
+
+OPTIONS = [{}, {"sliding_window": 2}, {"soft_cap": 0.5, "scale": 2.0}, {"sliding_window": 30, "soft_cap": 50.0}]
+
+
+@pytest.mark.parametrize("way", mark_slow(4, CACHES))
+def test_attention_equals_a_softmax_over_the_tokens_that_are_seen(way):
+    cache = filled(way)
+    queries, positions = ask(dtype=CACHES[way].get("dtype", jnp.float32))
+    attend = lambda cache, q, at, **options: cache.attend(q, at, **options)
+    for options in OPTIONS:
+        found = jax.jit(attend, static_argnames=tuple(options))(cache, queries, positions, **options)
+        names = {"sliding_window": "window", "soft_cap": "cap", "scale": "scale"}
+        wanted = expected(cache, queries, positions, **{names[n]: value for n, value in options.items()})
+        assert found.dtype == queries.dtype and found.shape == queries.shape
+        np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=tolerance(queries.dtype))
+
+
+@pytest.mark.parametrize("way", ["float", "int8"])
+def test_a_token_that_sees_nothing_is_zero(way):
+    """As in padding: neither NaN, nor a gradient that is NaN."""
+    empty = eqq.QuantizedCache.empty((BATCH, HEADS, CONTEXT, SIZE), **CACHES[way])
+    queries, positions = ask()
+    attend = jax.jit(lambda cache, q: cache.attend(q, positions))
+    assert not attend(empty, queries).any()
+    total = lambda q, cache: jnp.sum(attend(cache, q) ** 2)
+    assert not jax.jit(jax.grad(total))(queries, empty).any()
+
+
+def test_gradients_are_those_of_scores_and_mix():
+    cache = filled("float")
+    queries, positions = ask(HEADS)
+    at = positions[:, :, None]
+
+    def by_hand(cache, q):
+        seen = jnp.broadcast_to((cache.positions <= at)[:, None], (BATCH, HEADS, NEW, CONTEXT))
+        scores = jnp.where(seen, cache.scores(q) / SIZE**0.5, -jnp.inf)
+        return cache.mix(jax.nn.softmax(scores))
+
+    def gradient(attend):
+        loss = lambda floats, q: jnp.sum(attend(eqq.QuantizedCache(*floats, None, cache.length), q) ** 2)
+        return jax.jit(jax.grad(loss, (0, 1)))((cache.keys, cache.values), queries)
+
+    ours, theirs = gradient(lambda cache, q: cache.attend(q, positions)), gradient(by_hand)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
+
+
+@pytest.mark.parametrize("way", ["float", "int8", "int4 per channel"])
+def test_a_traced_window_and_vmap(way):
+    cache, (queries, positions) = filled(way), ask()
+    whole = jax.jit(lambda cache, window: cache.attend(queries, positions, sliding_window=window))
+    one = lambda cache, q, at: cache.attend(q, at, sliding_window=5)
+    found = jax.jit(jax.vmap(one))(cache, queries, positions)
+    np.testing.assert_allclose(found, whole(cache, jnp.int32(5)), atol=1e-6)
+    assert not np.allclose(found, whole(cache, jnp.int32(0)), atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["float", "int8"])
+def test_heads_on_a_mesh_stay_apart(way):
+    cache, (queries, positions) = filled(way), ask()
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    divided = cache.with_sharding(NamedSharding(mesh, P(None, "model")))
+    attend = jax.jit(lambda cache, q: cache.attend(q, positions))
+    rows = jax.device_put(queries, NamedSharding(mesh, P(None, "model")))
+    compiled = attend.lower(divided, rows).compile()
+    assert "all-gather" not in compiled.as_text() and CALL not in compiled.as_text()
+    np.testing.assert_allclose(compiled(divided, rows), attend(cache, queries), atol=1e-5)
+
+
+@pytest.fixture
+def without_type_checks():
+    """As users have it: the tests check types of arguments before the library can speak."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_wrong_arguments_are_errors():
+    cache, (queries, positions) = filled("int8"), ask()
+    for q, at, options, message in [
+        (queries[:, :3], positions, {}, r"here \(3, a multiple of 2, new, 32\). Got \(3, 3, 3, 32\)"),
+        (queries[0], positions, {}, r"Got \(4, 3, 32\)"),
+        (queries[..., :16], positions, {}, r"Got \(3, 4, 3, 16\)"),
+        (queries[:2], positions, {}, r"Got \(2, 4, 3, 32\)"),
+        (queries, positions[:, :2], {}, r"`positions` must be \(\*batch, new\), here \(3, 3\). Got \(3, 2\)"),
+        (queries, positions, {"sliding_window": -1}, "`sliding_window` must not be negative; 0 is none. Got -1"),
+        (queries, positions, {"soft_cap": 0.0}, "`soft_cap` must be positive, or None for no cap. Got 0.0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            cache.attend(q, at, **options)
+    with pytest.raises(TypeError, match="`positions` must be integers. Got float32"):
+        cache.attend(queries, positions.astype(jnp.float32))
+    assert cache.attend(queries[:, :, :0], positions[:, :0]).shape == (3, 4, 0, 32)
+
+
+@pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
+@pytest.mark.parametrize("way", CACHES)
+def test_programs_for_one_cpu_call_native_code_for_few_queries(way):
+    cache, dtype = filled(way), CACHES[way].get("dtype", jnp.float32)
+    queries, positions = ask(dtype=dtype)
+    attend = jax.jit(lambda cache, q, at: cache.attend(q, at))
+    count = lambda *args: attend.lower(*args).as_text().count(f"@{CALL}")
+    windowed = cache.window > 0
+    assert count(cache, queries, positions) == (0 if windowed else 1)
+    many = jnp.broadcast_to(queries[:, :, :1], (BATCH, 2 * HEADS, 17, SIZE)), jnp.zeros((BATCH, 17), jnp.int32)
+    assert count(cache, *many) == 0  # 34 for each head of the cache
+    exported = jax.export.export(attend)(cache, queries, positions)
+    assert CALL not in exported.mlir_module()  # it may run on a machine without the library

@@ -133,7 +133,7 @@ def test_native(session: nox.Session, *, whole: bool) -> None:
         pytest(session, "tests/test_cpu_matmul.py", "--every", "3", *chosen, env={"EQQUANT_CPU_ISA": isa})
     pytest(session, "tests/test_dispatch.py", "tests/test_matmul.py", "-k", "cpu or explain")
     files = ("tests/test_cpu_int8.py", "tests/test_cpu_decode.py", "tests/test_cpu_encode.py")
-    files += ("tests/test_select.py", "tests/test_trellis.py", "tests/test_vectors.py")
+    files += ("tests/test_cache_attend.py", "tests/test_select.py", "tests/test_trellis.py", "tests/test_vectors.py")
     pytest(session, *files, *(() if whole else ("--every", "6")))
 
 

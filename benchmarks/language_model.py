@@ -252,7 +252,7 @@ _BY_CODES = " x int8"  # as llama.cpp multiplies: activations are quantized to e
 _OF_CODES = {f"{kind}{_BY_CODES}": "int8" for kind in ("int4", "q4_0", "int8")}
 
 
-def random_table(name: str, llama_bench: str | None, rounds: int, console: Console) -> None:
+def random_table(name: str, context: int, llama_bench: str | None, rounds: int, console: Console) -> None:
     """The time of a token with random weights. Models take turns, three tokens each, and llama.cpp in between."""
     model = random_model(name)
     generators, sizes = {}, {}
@@ -267,7 +267,7 @@ def random_table(name: str, llama_bench: str | None, rounds: int, console: Conso
                 write_gguf(path, used, _tokenizer(model.config.vocabulary))
             used = joined(used)
             sizes[kind] = eqq.tree_nbytes(used)
-            generators[kind] = Generator(used, CONTEXT, Sampling())
+            generators[kind] = Generator(used, context, Sampling())
         del used
         states = {kind: generator.start([[1, 2, 3]], 0) for kind, generator in generators.items()}
         times: dict[str, list[float]] = {kind: [] for kind in generators}
@@ -292,7 +292,7 @@ def random_table(name: str, llama_bench: str | None, rounds: int, console: Conso
         ms = float(np.median(theirs))
         table.add_row("llama.cpp, q4_0", "", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{ms / base:.3f}")
     size = eqq.tree_nbytes(model) / 4e6  # float32
-    console.print(f"{size:.0f}M parameters, random weights, one text, a cache of {CONTEXT} tokens")
+    console.print(f"{size:.0f}M parameters, random weights, one text, a cache of {context} tokens")
     console.print(table)
 
 
@@ -307,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="what examples/llama/train.py wrote")
     parser.add_argument("--random", choices=RANDOM, help="random weights instead, and the time per token alone")
     parser.add_argument("--rounds", type=int, default=12, help="of `--random`")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="how many tokens fit its cache: over 4 a round")
     parser.add_argument("--tables", nargs="*", default=["formats", "activations", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
     parser.add_argument("--methods", nargs="*", default=USUAL, choices=METHODS, help="of the first table")
@@ -316,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console(width=160)
     if options.random is not None:
-        return random_table(options.random, options.llama_bench, options.rounds, console)
+        return random_table(options.random, options.context, options.llama_bench, options.rounds, console)
     if options.folder is None:
         parser.error("FOLDER must be given, or `--random`.")
     bench = Bench(options.folder, 2 if options.smoke else options.windows)

@@ -127,6 +127,6 @@ TESTS = {
         -k 'rule or where or axis or progress or plain or tied or error or fingerprint' --every 5""",
     "_tree": "test_tree.py test_weights.py test_wrappers.py --every 5",
     "_program": "test_follow.py test_collect_stats.py --every 5",
-    "_cache": "test_cache.py --every 5",
+    "_cache": "test_cache.py test_cache_attend.py --every 5",
     "eqquant_cli": "test_cli.py test_convert.py --every 5",
 }

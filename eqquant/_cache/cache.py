@@ -33,16 +33,14 @@ class QuantizedCache(eqx.Module):
         cache = eqq.QuantizedCache.empty((heads, context, size), "int8")
 
         @eqx.filter_jit(donate="all")
-        def attend(cache, q, k, v):                    # each (heads, new tokens, size)
-            at = cache.length + jnp.arange(q.shape[1])
+        def step(cache, q, k, v):                     # each (heads, new tokens, size)
+            positions = cache.length + jnp.arange(q.shape[1])
             cache = cache.append(k, v)
-            scores = cache.scores(q) / q.shape[-1] ** 0.5
-            seen = cache.positions <= at[:, None]
-            return cache.mix(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))), cache
+            return cache.attend(q, positions), cache
         ```
 
-    `scores` is the quantized matmul with the keys, and `mix` its transpose with the values: no dense copy of either is
-    made. `append` writes at a traced position, so the cache can be a carry of `scan`, maps under `vmap`, and with
+    `attend` reads packed keys and values, and makes no dense copy. `scores` and `mix` are its two products, for other
+    masks. `append` writes at a traced position, so the cache can be a carry of `scan`, maps under `vmap`, and with
     donation is updated in place. Leading axes of the shape are batch axes: each row of the batch has its own length.
 
     Scales are per token and head. With `per_channel`, scales of keys are per channel of a head, in groups of tokens,

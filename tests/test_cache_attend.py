@@ -89,15 +89,20 @@ def test_attention_equals_a_softmax_over_the_tokens_that_are_seen(way):
         np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=tolerance(queries.dtype))
 
 
-@pytest.mark.parametrize("way", ["float", "int8"])
+@pytest.mark.parametrize("way", ["float", "int8", "float, window"])
 def test_a_token_that_sees_nothing_is_zero(way):
-    """As in padding: neither NaN, nor a gradient that is NaN."""
-    empty = eqq.QuantizedCache.empty((BATCH, HEADS, CONTEXT, SIZE), **CACHES[way])
-    queries, positions = ask()
-    attend = jax.jit(lambda cache, q: cache.attend(q, positions))
-    assert not attend(empty, queries).any()
-    total = lambda q, cache: jnp.sum(attend(cache, q) ** 2)
-    assert not jax.jit(jax.grad(total))(queries, empty).any()
+    """As in padding, left or right: neither NaN, nor a gradient that is NaN, nor what empty places hold."""
+    cache, (queries, positions) = filled(way), ask()
+    attend = jax.jit(lambda cache, q, at: cache.attend(q, at))
+    least = np.iinfo(np.int32).min
+    at = positions.at[0].set(jnp.array([-1, -2, least], jnp.int32))
+    found = attend(cache, queries, at)
+    assert not found[0].any() and found[1:].all()
+    gradient = jax.jit(jax.grad(lambda q: jnp.sum(attend(cache, q, at) ** 2)))(queries)
+    assert not gradient[0].any() and jnp.isfinite(gradient).all()
+    # Beyond the last token there is nothing to see.
+    latest = attend(cache, queries, jnp.full_like(at, np.iinfo(np.int32).max))
+    np.testing.assert_array_equal(latest, attend(cache, queries, jnp.full_like(at, CONTEXT)))
 
 
 def test_gradients_are_those_of_scores_and_mix():
@@ -159,12 +164,18 @@ def test_wrong_arguments_are_errors():
         (queries[:2], positions, {}, r"Got \(2, 4, 3, 32\)"),
         (queries, positions[:, :2], {}, r"`positions` must be \(\*batch, new\), here \(3, 3\). Got \(3, 2\)"),
         (queries, positions, {"sliding_window": -1}, "`sliding_window` must not be negative; 0 is none. Got -1"),
+        (queries, positions, {"sliding_window": jnp.int32(-1)}, "negative; 0 is none. Got -1"),
         (queries, positions, {"soft_cap": 0.0}, "`soft_cap` must be positive, or None for no cap. Got 0.0"),
     ]:
         with pytest.raises(ValueError, match=message):
             cache.attend(q, at, **options)
     with pytest.raises(TypeError, match="`positions` must be integers. Got float32"):
         cache.attend(queries, positions.astype(jnp.float32))
+    for window in (2.5, True, jnp.ones(())):
+        with pytest.raises(TypeError, match="`sliding_window` must be a whole number, or None"):
+            cache.attend(queries, positions, sliding_window=window)
+    with pytest.raises(ValueError, match="`sliding_window` must not be negative"):
+        jax.jit(lambda q: cache.attend(q, positions, sliding_window=-1))(queries)
     assert cache.attend(queries[:, :, :0], positions[:, :0]).shape == (3, 4, 0, 32)
 
 
@@ -177,7 +188,9 @@ def test_programs_for_one_cpu_call_native_code_for_few_queries(way):
     count = lambda *args: attend.lower(*args).as_text().count(f"@{CALL}")
     windowed = cache.window > 0
     assert count(cache, queries, positions) == (0 if windowed else 1)
-    many = jnp.broadcast_to(queries[:, :, :1], (BATCH, 2 * HEADS, 17, SIZE)), jnp.zeros((BATCH, 17), jnp.int32)
+    many = jnp.tile(queries, (1, 1, 6, 1))[:, :, :17], jnp.tile(positions, (1, 6))[:, :17]
     assert count(cache, *many) == 0  # 34 for each head of the cache
+    by_xla, found = (np.asarray(attend(cache, *args), np.float32) for args in (many, (queries, positions)))
+    np.testing.assert_allclose(found, by_xla[:, :, :NEW], atol=2 * tolerance(dtype))
     exported = jax.export.export(attend)(cache, queries, positions)
     assert CALL not in exported.mlir_module()  # it may run on a machine without the library

@@ -1,8 +1,8 @@
 """Attention to a cache, as a JAX primitive.
 
 On CPU, for few queries at a time, native code reads only the places that hold tokens, packed as they are. XLA, which
-needs static shapes, computes scores for all places: on other platforms, for many queries, in exported programs, where
-the compiler divides the cache, and for gradients.
+needs static shapes, computes scores for all places: on other platforms, for many queries, for gradients, in exported
+programs, and where the compiler divides the cache or the cache has a float window.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import jax.core
 import jax.extend
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.interpreters import ad, batching
 from jaxtyping import Array, Float, Int32
 
@@ -26,8 +27,10 @@ from .._native.lowering import lower_on_cpu
 from .._native.weight import Layout, StoredWeight
 from .._numerics.primitives import jit_impl, leading_batching_rule, Tangent
 from .._types import PyTreeDef
+from .write import MaybeQuantized
 
 
+EMPTY_POSITION = np.iinfo(np.int32).max  # of a place without a token: after every token
 # For more, XLA's products of whole matrices are faster.
 _MOST_ROWS = 32
 
@@ -36,10 +39,10 @@ attention_p = jax.extend.core.Primitive("cache_attention")
 
 @runtime_checkable
 class AttendedCache(Protocol):
-    """What attention needs of a `QuantizedCache` without a float window."""
+    """What attention uses of a `QuantizedCache`."""
 
-    keys: QuantizedArray | Array
-    values: QuantizedArray | Array
+    keys: MaybeQuantized
+    values: MaybeQuantized
     length: Array
 
     @property
@@ -74,20 +77,18 @@ def attend_by_xla(
     cap: float,
 ) -> Float[Array, "*batch heads rows size"]:
     """Computes scores of all places, and hides those that a token does not see."""
-    scores = cache.scores(queries).astype(jnp.float32) * scale
+    scores = cache.scores(queries)
+    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32)) * scale
     if cap:
         scores = cap * jnp.tanh(scores / cap)
-    back = positions[..., None] - cache.positions  # negative for later tokens and for empty places
+    at = jnp.clip(positions, -1, EMPTY_POSITION - 1)[..., None]
     width = window[..., None, None]
-    seen = (back >= 0) & ((width == 0) | (back < width))
+    seen = (cache.positions <= at) & ((width <= 0) | (cache.positions > at - width))
     *front, rows, places = scores.shape
     tokens = positions.shape[-1]
     grouped = jnp.broadcast_to(seen[..., None, None, :, :], (*front, rows // tokens, tokens, places))
-    seen = grouped.reshape(scores.shape)
-    # Zeros instead of NaN for a token that sees nothing; for the gradient, also inside of the softmax.
-    hidden = jnp.where(seen.any(axis=-1, keepdims=True), -jnp.inf, 0.0)
-    shares = jax.nn.softmax(jnp.where(seen, scores, jnp.broadcast_to(hidden, scores.shape)))
-    return cache.mix(jnp.where(seen, shares, 0).astype(queries.dtype))
+    shares = jax.nn.softmax(scores, where=grouped.reshape(scores.shape))  # zeros for a token that sees nothing
+    return cache.mix(shares.astype(queries.dtype))
 
 
 def _by_xla(*leaves: Array, tree: PyTreeDef, scale: float, cap: float) -> Array:
@@ -104,7 +105,7 @@ def _native(*leaves: Array, tree: PyTreeDef, scale: float, cap: float) -> Array:
     return calls.attend(queries, positions, cache.length, window, *stored, scale=scale, cap=cap)
 
 
-def _is_read(x: QuantizedArray | Array) -> bool:
+def _is_read(x: MaybeQuantized) -> bool:
     """Returns whether native code reads these keys or values."""
     if not isinstance(x, QuantizedArray):
         return x.dtype in calls.DTYPES
@@ -115,7 +116,7 @@ def _layout(q: QuantizedArray) -> Layout:
     return make_layout(q.format, row_length(q), has_decoded_scales(q))
 
 
-def _as_rows(x: QuantizedArray | Array) -> tuple[StoredWeight, Layout] | Array:
+def _as_rows(x: MaybeQuantized) -> tuple[StoredWeight, Layout] | Array:
     return (as_stored(x), _layout(x)) if isinstance(x, QuantizedArray) else x
 
 

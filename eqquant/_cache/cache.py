@@ -15,11 +15,8 @@ from .._array.array import is_quantized
 from .._formats.base import AbstractFormat, segment_length
 from .._formats.names import as_format
 from .._mesh import full_spec, place
-from .attention import attend_by_xla, bind_attention
+from .attention import attend_by_xla, bind_attention, EMPTY_POSITION
 from .write import append_to_window, MaybeQuantized, quantized_zeros, slice_tokens, write_rows, write_tokens
-
-
-_EMPTY_POSITION = np.iinfo(np.int32).max  # after every token
 
 
 class QuantizedCache(eqx.Module):
@@ -144,12 +141,12 @@ class QuantizedCache(eqx.Module):
         """
         packed, length = self._arange(self.context), self.length[..., None]
         if not self.window:
-            return jnp.where(packed < length, packed, _EMPTY_POSITION)[..., None, :]
+            return jnp.where(packed < length, packed, EMPTY_POSITION)[..., None, :]
         whole = length // self.window * self.window
         newest = whole + self._arange(self.window)
         places = [
-            jnp.where(packed < whole, packed, _EMPTY_POSITION),
-            jnp.where(newest < length, newest, _EMPTY_POSITION),
+            jnp.where(packed < whole, packed, EMPTY_POSITION),
+            jnp.where(newest < length, newest, EMPTY_POSITION),
         ]
         return jnp.concatenate(places, axis=-1)[..., None, :]
 
@@ -270,8 +267,8 @@ class QuantizedCache(eqx.Module):
     ) -> Float[Array, "*batch query_heads new size"]:
         """Computes causal attention of new tokens to the cached ones.
 
-        Append the keys and values of the new tokens first. On CPU, native code takes time by how many tokens there are,
-        not by how many fit, for a few queries at a time.
+        Append the keys and values of the new tokens first. On CPU, native code reads only the places that hold tokens,
+        for up to 32 queries per head of keys and for caches without a float window.
 
         **Arguments:**
 
@@ -302,13 +299,15 @@ class QuantizedCache(eqx.Module):
             raise ValueError(f"`positions` must be (*batch, new), here {(*front, new)}. Got {positions.shape}.")
         if soft_cap is not None and not soft_cap > 0:
             raise ValueError(f"`soft_cap` must be positive, or None for no cap. Got {soft_cap}.")
-        window = jnp.asarray(0 if sliding_window is None else sliding_window, jnp.int32)
+        window = 0 if sliding_window is None else sliding_window
+        if not (_is_integer(window) or (eqx.is_array(window) and jnp.issubdtype(window.dtype, jnp.integer))):
+            raise TypeError(f"`sliding_window` must be a whole number, or None for all tokens. Got {window!r}.")
         if not isinstance(window, jax.core.Tracer) and window < 0:
             raise ValueError(f"`sliding_window` must not be negative; 0 is none. Got {window}.")
         if not new:
             return queries
         rows = queries.reshape(*front, heads, given // heads * new, size)
-        at, width = positions.astype(jnp.int32), jnp.broadcast_to(window, self.length.shape)
+        at, width = positions.astype(jnp.int32), jnp.broadcast_to(jnp.asarray(window, jnp.int32), self.length.shape)
         factor = 1 / math.sqrt(size) if scale is None else float(scale)
         compute = bind_attention if self.recent is None else attend_by_xla
         return compute(rows, at, width, self, factor, float(soft_cap or 0)).reshape(queries.shape)

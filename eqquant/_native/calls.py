@@ -177,11 +177,10 @@ def attend(
     attributes: dict[str, np.ndarray] = {}
     for name, rows in (("key", keys), ("value", values)):
         arrays += _arrays(rows[0]) if isinstance(rows, tuple) else [rows]
-        described = _attributes(*rows) if isinstance(rows, tuple) else _FLOATS
+        described = _attributes(*rows) if isinstance(rows, tuple) else _NO_WEIGHT
         attributes |= {f"{name}_{attribute}": value for attribute, value in described.items()}
     call = jax.ffi.ffi_call(library.ATTENTION, jax.ShapeDtypeStruct(queries.shape, queries.dtype))
-    sizes = {"places": np.int64(arrays[0].shape[-2]), "scale": np.float32(scale), "cap": np.float32(cap)}
-    return call(queries, positions, length, window, *arrays, **attributes, **sizes)
+    return call(queries, positions, length, window, *arrays, **attributes, scale=np.float32(scale), cap=np.float32(cap))
 
 
 def has_byte_codes(layout: Layout) -> bool:
@@ -210,7 +209,7 @@ def _attributes(weight: StoredWeight, layout: Layout) -> dict[str, np.ndarray]:
 
 
 # In place of the attributes of a weight.
-_FLOATS = {
+_NO_WEIGHT = {
     **dict.fromkeys(("table", "scale_table"), np.zeros(0, np.float32)),
     **dict.fromkeys(("weight", "codec"), np.zeros(0, np.int64)),
     "vectors": np.zeros(0, np.int8),

@@ -25,7 +25,8 @@ struct Attention {
     for (int64_t b = 0; b < batch; ++b) {
       length.push_back(static_cast<int32_t>(places));
       window.push_back(0);
-      for (int64_t token = 0; token < tokens; ++token) at.push_back(static_cast<int32_t>(places - tokens + token));
+      for (int64_t token = 0; token < tokens; ++token)
+        positions.push_back(static_cast<int32_t>(places - tokens + token));
     }
   }
 
@@ -75,7 +76,7 @@ struct Attention {
     std::vector<uint8_t> y(query_bytes.size(), 0xff);
     q.queries = query_bytes.data();
     q.y = y.data();
-    q.at = at.data();
+    q.positions = positions.data();
     q.length = length.data();
     q.window = window.data();
     char why[200];
@@ -89,8 +90,8 @@ struct Attention {
 
   // Whether a row sees a place: `window` places up to its own, of those that are filled.
   bool sees(int64_t batch, int64_t row, int64_t place) const {
-    const int64_t position = at[batch * p.tokens + row % p.tokens];
-    return place < length[batch] && place <= position && (window[batch] == 0 || place > position - window[batch]);
+    const int64_t position = positions[batch * p.tokens + row % p.tokens];
+    return place < length[batch] && place <= position && (window[batch] <= 0 || place > position - window[batch]);
   }
 
   void check(const Isa& isa) const {
@@ -116,8 +117,13 @@ struct Attention {
         amax = std::max(amax, fabs(floats[kValues][(head * p.places + t) * p.size + i]));
       }
       score *= p.scale;
-      if (p.cap > 0) score = p.cap * tanh(score / p.cap);
-      reach = std::max({reach, size * p.scale, static_cast<double>(p.cap)});
+      size *= p.scale;
+      if (p.cap > 0) {
+        const double bent = tanh(score / p.cap);
+        score = p.cap * bent;
+        size = size * (1 - bent * bent) + p.cap;
+      }
+      reach = std::max(reach, size);
       scores.push_back(score);
       seen.push_back(t);
       top = std::max(top, score);
@@ -143,7 +149,7 @@ struct Attention {
   int types[2] = {kFloat32, kFloat32};
   std::vector<double> queries, floats[2];
   std::unique_ptr<Weight> packed[2];
-  std::vector<int32_t> at, length, window;
+  std::vector<int32_t> positions, length, window;
 };
 
 void add_lengths() {
@@ -169,16 +175,18 @@ void add_masks() {
   test("attention/masks/lengths and positions of a batch", [](const Isa& isa) {
     Attention a(4, 2, 6, 3, 600, 16);
     a.length = {600, 1, 0, 530};
-    a.at = {5, 599, 300, 0, 1, 2, 0, 1, 2, 528, 529, 530};
+    a.positions = {5, 599, 300, 0, 1, 2, 0, 1, 2, 528, 529, 530};
+    a.check(isa);
+    a.length = {601, -1, INT32_MAX, 600};  // no more than there are
     a.check(isa);
   });
   test("attention/masks/windows", [](const Isa& isa) {
     for (const int32_t window : {1, 2, 63, 64, 65, 100, 511, 512, 513, 599, 600, 601, 1 << 30}) {
       Attention a(2, 1, 4, 2, 600, 8);
       a.window = {window, 0};
-      a.at = {597, 599, 520, 599};
+      a.positions = {597, 599, 520, 599};
       a.check(isa);
-      a.at = {100, 599, 3, 3};
+      a.positions = {100, 599, 3, 3};
       a.window = {window, window};
       a.check(isa);
     }
@@ -187,22 +195,24 @@ void add_masks() {
     Attention a(1, 2, 4, 2, 40, 24);
     a.length = {10};
     a.window = {4};
-    a.at = {-1, 30};
+    a.positions = {-1, 30};
     for (const double number : a.run(isa))
       if (number != 0) fail("a number is %.9g", number);
-    a.at = {-1, 5};
+    a.positions = {-1, 5};
     a.check(isa);
-    a.at = {INT32_MAX, 5};
+    a.positions = {INT32_MAX, 5};
     a.window = {0};
     a.check(isa);
-    a.window = {INT32_MAX};
-    a.check(isa);
+    for (const int32_t window : {INT32_MAX, -1, INT32_MIN}) {
+      a.window = {window};
+      a.check(isa);
+    }
   });
   test("attention/masks/hidden places may hold anything", [](const Isa& isa) {
     Attention a(1, 2, 2, 1, 700, 16);
     a.length = {650};
     a.window = {100};
-    a.at = {640};
+    a.positions = {640};
     const std::vector<double> expected = a.run(isa);
     for (int64_t head = 0; head < 2; ++head)
       for (int64_t t = 0; t < 700; ++t)
@@ -305,6 +315,48 @@ void add_not_finite() {
   });
 }
 
+void add_checks() {
+  const auto refused = [](const char* name, const auto& spoil) {
+    test(std::string("attention/refused/") + name, [=](const Isa&) {
+      std::vector<float> numbers(2 * 3 * 5 * 8);
+      AttentionProblem p = {};
+      p.batch = 2, p.heads = 3, p.rows = 4, p.tokens = 2, p.places = 5, p.size = 8;
+      p.keys.floats = p.values.floats = numbers.data();
+      Form form;
+      form.n = 5, form.k = form.block = 8, form.stack = 6;
+      const Weight weight(form);
+      const auto pack = [&](CacheRows* rows) {
+        weight.describe(&rows->packed);
+        rows->packed.n = 30;
+        rows->packed.batch = rows->packed.stack = 1;
+      };
+      char why[200];
+      expect_accepted(check_attention(p, why, sizeof why));
+      pack(&p.keys);
+      pack(&p.values);
+      expect_accepted(check_attention(p, why, sizeof why));
+      spoil(&p);
+      if (check_attention(p, why, sizeof why) == nullptr) fail("the problem is accepted");
+    });
+  };
+  refused("rows that belong to no token", [](AttentionProblem* p) { p->rows = 5; });
+  refused("no tokens", [](AttentionProblem* p) { p->tokens = 0; });
+  refused("a negative length", [](AttentionProblem* p) { p->heads = -1; });
+  refused("floats of no kind", [](AttentionProblem* p) { p->type = 3; });
+  refused("values of no kind", [](AttentionProblem* p) {
+    p->values.packed = {};
+    p->values.type = -1;
+  });
+  refused("keys of another length", [](AttentionProblem* p) { p->keys.packed.n = 29; });
+  refused("values of another size", [](AttentionProblem* p) { p->values.packed.k = 9; });
+  refused("keys of several batches", [](AttentionProblem* p) { p->keys.packed.batch = 2; });
+  refused("keys without codes", [](AttentionProblem* p) { p->keys.packed.codes = nullptr; });
+  refused("selected keys", [](AttentionProblem* p) {
+    static const int32_t which = 0;
+    p->keys.packed.selected = &which;
+  });
+}
+
 void add_packed() {
   std::vector<std::pair<std::string, Form>> forms;
   const auto add = [&](const char* name, int bits, int table, int64_t block, const auto& change) {
@@ -360,4 +412,5 @@ void add_attention_tests() {
   add_numbers();
   add_not_finite();
   add_packed();
+  add_checks();
 }

@@ -13,13 +13,13 @@ namespace {
 int64_t aligned(int64_t bytes) { return round_up(bytes, 64); }
 
 struct Places {
-  int64_t first, last;  // `last` is behind them
-  bool empty() const { return first >= last; }
+  int64_t first, end;
+  bool empty() const { return first >= end; }
 };
 
 // The places that a token sees.
 Places seen_by(const AttentionProblem& p, int64_t batch, int64_t token) {
-  const int64_t at = p.at[batch * p.tokens + token], window = p.window[batch];
+  const int64_t at = p.positions[batch * p.tokens + token], window = p.window[batch];
   const int64_t filled = max64(min64(p.length[batch], p.places), 0);
   return {window > 0 ? max64(at + 1 - window, 0) : 0, max64(min64(at + 1, filled), 0)};
 }
@@ -29,35 +29,36 @@ Places seen(const AttentionProblem& p, int64_t batch) {
   Places all = {p.places, 0};
   for (int64_t token = 0; token < p.tokens; ++token) {
     const Places some = seen_by(p, batch, token);
-    if (!some.empty()) all = {min64(all.first, some.first), max64(all.last, some.last)};
+    if (!some.empty()) all = {min64(all.first, some.first), max64(all.end, some.end)};
   }
   return all;
 }
 
-// The product of some rows of `x` with rows `first` to `last` of packed ones, or with `transpose` their sums.
-Problem packed_product(const CacheRows& rows, int64_t first, int64_t last, bool transpose, const float* x,
-                       int64_t x_row, float* y, int64_t y_row, int64_t m) {
-  Problem p = rows.packed;
-  p.n = last - first;
-  p.codes += first * p.words;
-  const int64_t scales = p.scale_codes != nullptr ? p.scale_blocks : p.blocks;
-  const int64_t scale_at = first * scales * scale_bytes(p.scale_kind);
-  p.scale = static_cast<const char*>(p.scale) + scale_at;
-  if (p.offset != nullptr) p.offset = static_cast<const char*>(p.offset) + scale_at;
-  if (p.row_scale != nullptr) p.row_scale += first;
-  if (p.zero_point != nullptr) p.zero_point += first * p.zero_words;
-  if (p.scale_codes != nullptr) p.scale_codes += first * p.scale_words;
-  if (p.offset_codes != nullptr) p.offset_codes += first * p.scale_words;
-  p.transpose = transpose;
-  p.m = m;
-  p.x = x;
-  p.y = y;
-  p.x_type = kFloat32;
-  p.x_batch = p.y_batch = 0;
-  p.x_row = x_row;
-  p.y_row = y_row;
-  p.x_column = p.y_column = 1;
-  return p;
+// `x` times rows `first` to `last` of packed keys, transposed; of packed values, `x` times those rows.
+Problem packed_product(const AttentionProblem& p, const CacheRows& rows, int64_t first, int64_t last, const float* x,
+                       int64_t x_row, float* y, int64_t y_row) {
+  Problem q = rows.packed;
+  q.n = last - first;
+  q.codes += first * q.words;
+  const int64_t scales = q.scale_codes != nullptr ? q.scale_blocks : q.blocks;
+  const int64_t scale_at = first * scales * scale_bytes(q.scale_kind);
+  q.scale = static_cast<const char*>(q.scale) + scale_at;
+  if (q.offset != nullptr) q.offset = static_cast<const char*>(q.offset) + scale_at;
+  if (q.row_scale != nullptr) q.row_scale += first;
+  if (q.zero_point != nullptr) q.zero_point += first * q.zero_words;
+  if (q.scale_codes != nullptr) q.scale_codes += first * q.scale_words;
+  if (q.offset_codes != nullptr) q.offset_codes += first * q.scale_words;
+  q.transpose = &rows == &p.values;
+  q.coarse = p.type != kFloat32;
+  q.m = p.rows;
+  q.x = x;
+  q.y = y;
+  q.x_type = kFloat32;
+  q.x_batch = q.y_batch = 0;
+  q.x_row = x_row;
+  q.y_row = y_row;
+  q.x_column = q.y_column = 1;
+  return q;
 }
 
 // A part has one thread, whose product starts no tasks.
@@ -102,7 +103,7 @@ int64_t attention_parts(const AttentionProblem& p) {
   int64_t parts = 0;
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     const Places all = seen(p, batch);
-    if (!all.empty()) parts = max64(parts, div_up(all.last, kPartPlaces) - all.first / kPartPlaces);
+    if (!all.empty()) parts = max64(parts, div_up(all.end, kPartPlaces) - all.first / kPartPlaces);
   }
   return parts;
 }
@@ -111,28 +112,28 @@ double attention_numbers(const AttentionProblem& p) {
   double places = 0;
   for (int64_t batch = 0; batch < p.batch; ++batch) {
     const Places all = seen(p, batch);
-    if (!all.empty()) places += static_cast<double>(all.last - all.first);
+    if (!all.empty()) places += static_cast<double>(all.end - all.first);
   }
   return 2 * places * static_cast<double>(p.heads * p.size);
 }
 
-int64_t attention_bytes(const AttentionProblem& p) {
+int64_t scratch_bytes(const AttentionProblem& p) {
   return aligned(4 * p.rows * p.size) + aligned(4 * p.rows * kPartPlaces) + aligned(4 * kTilePlaces * p.size);
 }
 
-bool attend_part(const Isa& isa, const AttentionProblem& p, int64_t head, int64_t part, void* own, float* sums) {
+bool attend_part(const Isa& isa, const AttentionProblem& p, int64_t head, int64_t part, void* scratch, float* sums) {
   const AttentionKernel& kernel = *isa.attention;
-  const int64_t batch = head / p.heads, count = p.rows * p.size, stride = p.size + 2;
+  const int64_t batch = head / p.heads, count = p.rows * p.size, stride = row_sums(p);
   for (int64_t row = 0; row < p.rows; ++row) {
     sums[row * stride] = -FLT_MAX;  // the largest score
     for (int64_t i = 1; i < stride; ++i) sums[row * stride + i] = 0;
   }
   const Places all = seen(p, batch);
   const int64_t begin = (all.first / kPartPlaces + part) * kPartPlaces, from = max64(begin, all.first),
-                to = min64(begin + kPartPlaces, all.last), places = to - from;
+                to = min64(begin + kPartPlaces, all.end), places = to - from;
   if (all.empty() || places <= 0) return true;
 
-  float* widened = static_cast<float*>(own);
+  float* widened = static_cast<float*>(scratch);
   float* scores = widened + aligned(4 * count) / 4;
   float* tile = scores + aligned(4 * p.rows * kPartPlaces) / 4;
   const float* queries = static_cast<const float*>(p.queries) + head * count;
@@ -144,8 +145,7 @@ bool attend_part(const Isa& isa, const AttentionProblem& p, int64_t head, int64_
   NoPool pool;
 
   if (is_packed(p.keys)) {
-    const Problem some =
-        packed_product(p.keys, first, first + places, false, queries, p.size, scores, kPartPlaces, p.rows);
+    const Problem some = packed_product(p, p.keys, first, first + places, queries, p.size, scores, kPartPlaces);
     if (!run_problem(isa, some, pool, 1)) return false;
   } else {
     for (int64_t t = 0; t < places; t += kTilePlaces) {
@@ -157,7 +157,7 @@ bool attend_part(const Isa& isa, const AttentionProblem& p, int64_t head, int64_
   }
   for (int64_t row = 0; row < p.rows; ++row) {
     const Places some = seen_by(p, batch, row % p.tokens);
-    const int64_t low = min64(max64(some.first - from, 0), places), high = max64(min64(some.last - from, places), low);
+    const int64_t low = min64(max64(some.first - from, 0), places), high = max64(min64(some.end - from, places), low);
     float *shares = scores + row * kPartPlaces, *sum = sums + row * stride;
     for (int64_t t = 0; t < low; ++t) shares[t] = 0;
     for (int64_t t = high; t < places; ++t) shares[t] = 0;
@@ -165,8 +165,7 @@ bool attend_part(const Isa& isa, const AttentionProblem& p, int64_t head, int64_
     sum[1] = kernel.exponentials(shares + low, high - low, sum[0]);
   }
   if (is_packed(p.values)) {
-    const Problem some =
-        packed_product(p.values, first, first + places, true, scores, kPartPlaces, sums + 2, stride, p.rows);
+    const Problem some = packed_product(p, p.values, first, first + places, scores, kPartPlaces, sums + 2, stride);
     return run_problem(isa, some, pool, 1);
   }
   for (int64_t t = 0; t < places; t += kTilePlaces) {
@@ -179,11 +178,11 @@ bool attend_part(const Isa& isa, const AttentionProblem& p, int64_t head, int64_
 }
 
 void merge_parts(const AttentionProblem& p, int64_t head, int64_t parts, float* sums) {
-  const int64_t stride = p.size + 2, one = attention_sums(p);
+  const int64_t stride = row_sums(p), one = part_sums(p);
   for (int64_t row = 0; row < p.rows; ++row) {
     float* first = sums + row * stride;
     const int64_t at = (head * p.rows + row) * p.size;
-    const bool blind = seen_by(p, head / p.heads, row % p.tokens).empty();
+    const bool sees_nothing = seen_by(p, head / p.heads, row % p.tokens).empty();
     float top = -FLT_MAX, total = 0;
     for (int64_t part = 0; part < parts; ++part) top = fmaxf(top, first[part * one]);
     for (int64_t part = 0; part < parts; ++part) {
@@ -193,7 +192,7 @@ void merge_parts(const AttentionProblem& p, int64_t head, int64_t parts, float* 
       for (int64_t i = 2; i < stride; ++i) first[i] = (part > 0 ? first[i] : 0) + factor * other[i];
     }
     for (int64_t i = 0; i < p.size; ++i) {
-      const float value = blind ? 0 : first[i + 2] / total;
+      const float value = sees_nothing ? 0 : first[i + 2] / total;
       if (p.type == kFloat32) {
         static_cast<float*>(p.y)[at + i] = value;
       } else {

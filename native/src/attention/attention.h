@@ -1,7 +1,8 @@
-// Attention to a cache of keys and values, most places of which may still be empty: only the places that a query sees
-// are read.
+// Attention to a cache of keys and values, most places of which may still be empty: for each batch, reads the places
+// from the first to the last that any of its tokens sees.
 //
-//   s(b, h, r, t) = scale * sum over d of queries(b, h, r, d) keys(b, h, t, d), and with a cap c tanh(s / c)
+//   s(b, h, r, t) = scale * sum over d of queries(b, h, r, d) keys(b, h, t, d)
+//   s(b, h, r, t) = cap * tanh(s(b, h, r, t) / cap), with a cap
 //   y(b, h, r, d) = sum over t of softmax over t of s(b, h, r, t) times values(b, h, t, d)
 //
 // Row `r` belongs to token `r % tokens`: rows of several heads that share keys follow each other. Its token at position
@@ -26,12 +27,12 @@ typedef struct CacheRows {
 static inline bool is_packed(const CacheRows& rows) { return rows.packed.bits > 0; }
 
 typedef struct AttentionProblem {
-  const void* queries;     // (batch, heads, rows, size), of `type`
-  void* y;                 // as queries
-  CacheRows keys, values;  // (batch, heads, places, size)
-  const int32_t* at;       // (batch, tokens): the positions of the tokens
-  const int32_t* length;   // (batch,): how many places are filled
-  const int32_t* window;   // (batch,): how many places a token sees, its own included; 0 for all
+  const void* queries;       // (batch, heads, rows, size), of `type`
+  void* y;                   // as queries
+  CacheRows keys, values;    // (batch, heads, places, size)
+  const int32_t* positions;  // (batch, tokens)
+  const int32_t* length;     // (batch,): how many places are filled
+  const int32_t* window;     // (batch,): how many places a token sees, its own included; 0 or less for all
   int64_t batch, heads, rows, tokens, places, size;
   float scale, cap;  // `cap` 0 for none
   int32_t type;      // FloatType
@@ -57,16 +58,20 @@ constexpr int64_t kTilePlaces = 64;   // that are widened at a time
 // The error of a problem, as a sentence in `text`; or null. Reads no array.
 const char* check_attention(const AttentionProblem& problem, char* text, size_t room);
 
-// How many parts the tokens of a batch see at most, and how many numbers of the cache all of them see.
+// The most parts that a batch has. How many numbers of keys and values are read.
 int64_t attention_parts(const AttentionProblem& problem);
 double attention_numbers(const AttentionProblem& problem);
 
-// The memory that a thread needs for a part, and the floats of its sums.
-int64_t attention_bytes(const AttentionProblem& problem);
-inline int64_t attention_sums(const AttentionProblem& problem) { return problem.rows * (problem.size + 2); }
+// The sums of a row of a part: the largest score, the sum of exp(score - largest), and `size` sums of values.
+inline int64_t row_sums(const AttentionProblem& problem) { return problem.size + 2; }
+inline int64_t part_sums(const AttentionProblem& problem) { return problem.rows * row_sums(problem); }
+
+// The memory that a thread needs for a part.
+int64_t scratch_bytes(const AttentionProblem& problem);
 
 // Computes the sums of a part for all rows of a head, of which there are batch * heads. Whether there was enough
 // memory.
-bool attend_part(const Isa& isa, const AttentionProblem& problem, int64_t head, int64_t part, void* own, float* sums);
+bool attend_part(const Isa& isa, const AttentionProblem& problem, int64_t head, int64_t part, void* scratch,
+                 float* sums);
 // Merges the sums of the parts of a head, and writes its results.
 void merge_parts(const AttentionProblem& problem, int64_t head, int64_t parts, float* sums);

@@ -56,7 +56,7 @@ EQQ_INLINE Floats capped(Floats score, float cap) {
   return cap * (less_one / (less_one + 2));
 }
 
-// The products of a query with some keys.
+// The products of a query with `kPlaces` keys.
 template <int kPlaces>
 EQQ_INLINE void some_products(const float* query, const float* keys, int64_t size, float* out) {
   Floats sums[kPlaces] = {};
@@ -98,7 +98,7 @@ float scores(float* products, int64_t places, float scale, float cap, float top)
     Floats some = load_scores(products + t, count) * scale;
     if (cap > 0) some = capped(some, cap);
     store_scores(products + t, count, some);
-    some = load_scores(products + t, count);  // a cap of minus infinity is a number
+    some = load_scores(products + t, count);  // with minus infinity again as padding
     most = some > most ? some : most;
   }
   float largest = most[0];

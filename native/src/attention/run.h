@@ -10,12 +10,13 @@ bool run_attention(const Isa& isa, const AttentionProblem& problem, Pool& pool, 
   const AttentionProblem& p = problem;
   const int64_t heads = p.batch * p.heads;
   if (heads * p.rows * p.size == 0) return true;
-  const int64_t parts = attention_parts(p), one = attention_sums(p), own = attention_bytes(p);
-  constexpr double kShare = 1 << 16;  // numbers: fewer are read before another thread wakes
-  if (attention_numbers(p) < 2 * kShare) threads = 1;
-  const int64_t units = heads * parts, workers = units < threads ? units : threads;
+  const int64_t parts = attention_parts(p), one = part_sums(p), own = scratch_bytes(p);
+  constexpr double kShare = 1 << 16;  // numbers of the cache that are worth a thread
+  const double shares = attention_numbers(p) / kShare;
+  if (shares < static_cast<double>(threads)) threads = max64(static_cast<int64_t>(shares), 1);
+  const int64_t units = heads * parts, workers = min64(units, threads);
   const int64_t sums_bytes = round_up(4 * units * one, 64);
-  char* memory = static_cast<char*>(allocate_aligned(sums_bytes + (workers > 0 ? workers : 1) * own));
+  char* memory = static_cast<char*>(allocate_aligned(sums_bytes + workers * own + 64));
   if (memory == nullptr) return false;
   float* sums = reinterpret_cast<float*>(memory);
   std::atomic<bool> enough{true};

@@ -32,7 +32,6 @@ const char* set_rows(ffi::RemainingArgs rest, size_t first, const AttentionProbl
     return "keys and values must have the shape of the cache";
   packed.n *= packed.batch;
   packed.batch = packed.stack = 1;
-  packed.coarse = p.type != kFloat32;
   return nullptr;
 }
 
@@ -42,17 +41,17 @@ bool is_int32(ffi::AnyBuffer numbers, int64_t count) {
 
 // Arguments: queries, the positions of tokens, lengths, windows; then the arrays of the keys, and those of the values.
 // `key_weight` is as `weight` of a product, or empty for floats.
-ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer at, ffi::AnyBuffer length,
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer positions, ffi::AnyBuffer length,
                      ffi::AnyBuffer window, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, Table key_table,
                      Table key_scale_table, Numbers key_weight, Numbers key_codec, ffi::Span<const int8_t> key_vectors,
                      Table value_table, Table value_scale_table, Numbers value_weight, Numbers value_codec,
-                     ffi::Span<const int8_t> value_vectors, int64_t places, float scale, float cap) {
+                     ffi::Span<const int8_t> value_vectors, float scale, float cap) {
   const char* why = nullptr;
   const Isa* isa = choose_isa(&why);
   if (isa == nullptr) return bad(why);
   AttentionProblem p = {};
   const auto dims = queries.dimensions();
-  if (dims.size() < 3 || at.dimensions().size() < 1) return bad("queries must have at least three dimensions");
+  if (dims.size() < 3 || positions.dimensions().size() < 1) return bad("queries must have at least three dimensions");
   if (!float_type(queries.element_type(), &p.type) || y->element_type() != queries.element_type())
     return bad("queries and results must be float32, bfloat16 or float16");
   if (y->element_count() != queries.element_count()) return bad("the result has a wrong shape");
@@ -61,20 +60,23 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffe
   p.heads = dims[dims.size() - 3];
   p.rows = dims[dims.size() - 2];
   p.size = dims[dims.size() - 1];
-  p.tokens = at.dimensions().back();
-  p.places = places;
+  p.tokens = positions.dimensions().back();
   p.scale = scale;
   p.cap = cap;
-  if (!is_int32(at, p.batch * p.tokens) || !is_int32(length, p.batch) || !is_int32(window, p.batch))
+  if (!is_int32(positions, p.batch * p.tokens) || !is_int32(length, p.batch) || !is_int32(window, p.batch))
     return bad("positions, lengths and windows must be int32");
   Stored keys = {{key_table, key_scale_table, key_weight, key_codec, key_vectors}, {}};
   Stored values = {{value_table, value_scale_table, value_weight, value_codec, value_vectors}, {}};
   if (keys.num_arrays() + values.num_arrays() != rest.size()) return bad("arguments and flags differ in number");
+  auto first = rest.get<ffi::AnyBuffer>(0);
+  Matrix rows;
+  if (!first.has_value() || !as_matrix(*first, &rows)) return bad("arrays must have at least two dimensions");
+  p.places = rows.rows;
   if (const char* wrong = set_rows(rest, 0, p, &keys, &p.keys)) return bad(wrong);
   if (const char* wrong = set_rows(rest, keys.num_arrays(), p, &values, &p.values)) return bad(wrong);
   p.queries = queries.untyped_data();
   p.y = y->untyped_data();
-  p.at = static_cast<const int32_t*>(at.untyped_data());
+  p.positions = static_cast<const int32_t*>(positions.untyped_data());
   p.length = static_cast<const int32_t*>(length.untyped_data());
   p.window = static_cast<const int32_t*>(window.untyped_data());
   char text[200];
@@ -103,7 +105,6 @@ EQQ_EXPORT XLA_FFI_Error* eqquant_cpu_attention(XLA_FFI_CallFrame* call_frame) {
                              .Attr<Numbers>("value_weight")
                              .Attr<Numbers>("value_codec")
                              .Attr<ffi::Span<const int8_t>>("value_vectors")
-                             .Attr<int64_t>("places")
                              .Attr<float>("scale")
                              .Attr<float>("cap")
                              .To(attention)

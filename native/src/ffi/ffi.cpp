@@ -44,7 +44,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   Problem p = {};
   p.transpose = transpose;
   p.coarse = coarse;
-  if (const char* wrong = set_weight(codes, scale, all_but(0, rest), meaning, &codec, &p)) return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, {rest, 0, rest.size()}, meaning, &codec, &p)) return bad(wrong);
   if (!float_type(x.element_type(), &p.x_type)) return bad("x must be float32, bfloat16 or float16");
   if (y->element_type() != x.element_type()) return bad("the result must have the type of x");
   if (const char* wrong = set_arrays(x, *y, x_transposed, y_transposed, &p)) return bad(wrong);
@@ -86,7 +86,9 @@ ffi::Error matmul_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer co
   if (q.form == kFloats && x.element_type() != y->element_type())
     return bad("x must be int8, uint8 or of the type of the result");
   const size_t more = q.form == kFloats && !scaled ? 0 : affine ? 2 : 1;
-  if (const char* wrong = set_weight(codes, scale, all_but(more, rest), meaning, &codec, &p)) return bad(wrong);
+  if (rest.size() < more) return bad("arguments and flags differ in number");
+  const Arguments of_weight = {rest, 0, rest.size() - more};
+  if (const char* wrong = set_weight(codes, scale, of_weight, meaning, &codec, &p)) return bad(wrong);
   if (const char* wrong = set_arrays(x, *y, x_transposed, y_transposed, &p)) return bad(wrong);
   if (more > 0 && !row_numbers(rest, rest.size() - more, ffi::DataType::F32, p, &q.x_scale))
     return bad("the scales of x must be float32, one for each row");
@@ -108,7 +110,7 @@ ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer sca
   Codec codec = {};
   Problem p = {};
   Matrix ys;
-  if (const char* wrong = set_weight(codes, scale, all_but(0, rest), meaning, &codec, &p)) return bad(wrong);
+  if (const char* wrong = set_weight(codes, scale, {rest, 0, rest.size()}, meaning, &codec, &p)) return bad(wrong);
   if (!as_matrix(*y, &ys) || ys.batch != p.batch || ys.rows != p.n || ys.columns != p.k)
     return bad("the result has a wrong shape");
   if (!float_type(y->element_type(), &p.x_type)) return bad("the result must be float32, bfloat16 or float16");

@@ -6,7 +6,7 @@
 
 namespace {
 
-// Indices into the attribute `weight`, which must match `cpu._attributes`.
+// Indices into the attribute `weight`, which must match `_attributes` of `eqquant/_native/calls.py`.
 enum WeightAttr {
   kBits,
   kLength,
@@ -70,10 +70,6 @@ struct Arguments {
   size_t first, count;
   auto get(size_t index) const { return all.get<ffi::AnyBuffer>(first + index); }
 };
-// All but the last `more`.
-inline Arguments all_but(size_t more, ffi::RemainingArgs all) {
-  return {all, 0, all.size() < more ? 0 : all.size() - more};
-}
 
 // How many arrays a weight has behind its codes and scales.
 inline size_t further_arrays(const Numbers& weight) {

@@ -335,3 +335,5 @@ def test_count_limits_the_appended_tokens():
         assert append(cache, new, new, jnp.asarray(count)).length == min(max(count, 0), 3)
     with pytest.raises((TypeError, jaxtyping.TypeCheckError)):
         cache.append(new, new, 1.5)
+    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=r"count"):
+        cache.append(new, new, jnp.ones(2, jnp.int32))

@@ -165,18 +165,25 @@ def test_wrong_arguments_are_errors():
         (queries, positions[:, :2], {}, r"`positions` must be \(\*batch, new\), here \(3, 3\). Got \(3, 2\)"),
         (queries, positions, {"sliding_window": -1}, "`sliding_window` must not be negative; 0 is none. Got -1"),
         (queries, positions, {"sliding_window": jnp.int32(-1)}, "negative; 0 is none. Got -1"),
-        (queries, positions, {"soft_cap": 0.0}, "`soft_cap` must be positive, or None for no cap. Got 0.0"),
+        (queries, positions, {"soft_cap": 0.0}, "`soft_cap` must be positive and finite, or None for no cap. Got 0.0"),
+        (queries, positions, {"soft_cap": float("inf")}, "Got inf"),
     ]:
         with pytest.raises(ValueError, match=message):
             cache.attend(q, at, **options)
     with pytest.raises(TypeError, match="`positions` must be integers. Got float32"):
         cache.attend(queries, positions.astype(jnp.float32))
-    for window in (2.5, True, jnp.ones(())):
+    with pytest.raises(TypeError, match="`queries` must be floats. Got int32"):
+        cache.attend(queries.astype(jnp.int32), positions)
+    for name in ("scale", "soft_cap"):
+        with pytest.raises(TypeError, match=rf"`{name}` must be a number when .* Got a traced float32\[\]"):
+            jax.jit(lambda x, name=name: cache.attend(queries, positions, **{name: x}))(jnp.float32(2))
+    for window in (2.5, True, jnp.ones(()), jnp.array([1, 2])):
         with pytest.raises(TypeError, match="`sliding_window` must be a whole number, or None"):
             cache.attend(queries, positions, sliding_window=window)
     with pytest.raises(ValueError, match="`sliding_window` must not be negative"):
         jax.jit(lambda q: cache.attend(q, positions, sliding_window=-1))(queries)
     assert cache.attend(queries[:, :, :0], positions[:, :0]).shape == (3, 4, 0, 32)
+    np.testing.assert_array_equal(cache.attend(queries, positions.tolist()), cache.attend(queries, positions))
 
 
 @pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))

@@ -78,7 +78,7 @@ def attend_by_xla(
 ) -> Float[Array, "*batch heads rows size"]:
     """Computes scores of all places, and hides those that a token does not see."""
     scores = cache.scores(queries)
-    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32)) * scale
+    scores = scores.astype(scores.dtype if scores.dtype.itemsize > 4 else jnp.float32) * scale
     if cap:
         scores = cap * jnp.tanh(scores / cap)
     at = jnp.clip(positions, -1, EMPTY_POSITION - 1)[..., None]

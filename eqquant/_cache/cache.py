@@ -272,42 +272,49 @@ class QuantizedCache(eqx.Module):
 
         **Arguments:**
 
-        - `queries`: of the new tokens; `query_heads` is a multiple of the heads of the cache, which neighbors share.
-        - `positions`: the position of each new token in its text. It sees tokens up to its own.
-        - `scale`: of the scores; by default `1 / sqrt(size)`.
+        - `queries`: floats. With n times the heads of the cache, queries 0 to n - 1 use head 0, and so on.
+        - `positions`: the position of each new token in its text: `length` *before* `append`, and on. A token sees
+            cached tokens at positions up to and including its own.
+        - `scale`: of the scores; by default `1 / sqrt(size)`. Multiply queries by a traced one instead.
         - `sliding_window`: how many tokens a token sees, its own included; `None` or 0 for all. May be traced.
         - `soft_cap`: bounds scores by `soft_cap * tanh(score / soft_cap)`, as Gemma 2 does.
 
         **Returns:**
 
-        One vector for each query, of the dtype of `queries`; zeros for a token that sees none, as in padding.
+        One vector for each query, of the dtype of `queries`; zeros for a token that sees none. Ignore those of padding.
 
         **Raises:**
 
-        `ValueError` for other shapes, a negative window, or a cap that is not positive. `TypeError` for positions that
-        are no integers.
+        `ValueError` for other shapes, a negative window, or a cap that is not positive. `TypeError` for other dtypes, and
+        for a `scale` or `soft_cap` that is traced.
         """
         *front, heads, _, size = self.values.shape
         given = queries.shape[-3] if queries.ndim == self.values.ndim else 0
         if queries.shape != (*front, given, queries.shape[-2], size) or given < 1 or given % heads:
             here = ", ".join(map(str, (*front, f"a multiple of {heads}", "new", size)))
             raise ValueError(f"`queries` must be (*batch, query_heads, new, size), here ({here}). Got {queries.shape}.")
-        new = queries.shape[-2]
+        if not jnp.issubdtype(queries.dtype, jnp.floating):
+            raise TypeError(f"`queries` must be floats. Got {queries.dtype}.")
+        new, positions = queries.shape[-2], jnp.asarray(positions)
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise TypeError(f"`positions` must be integers. Got {positions.dtype}.")
         if positions.shape != (*front, new):
             raise ValueError(f"`positions` must be (*batch, new), here {(*front, new)}. Got {positions.shape}.")
-        if soft_cap is not None and not soft_cap > 0:
-            raise ValueError(f"`soft_cap` must be positive, or None for no cap. Got {soft_cap}.")
-        window = 0 if sliding_window is None else sliding_window
-        if not (_is_integer(window) or (eqx.is_array(window) and jnp.issubdtype(window.dtype, jnp.integer))):
-            raise TypeError(f"`sliding_window` must be a whole number, or None for all tokens. Got {window!r}.")
-        if not isinstance(window, jax.core.Tracer) and window < 0:
-            raise ValueError(f"`sliding_window` must not be negative; 0 is none. Got {window}.")
+        for name, number in (("scale", scale), ("soft_cap", soft_cap)):
+            if isinstance(number, jax.core.Tracer):
+                raise TypeError(f"`{name}` must be a number when the program is traced. Got a traced {number.aval}.")
+        if soft_cap is not None and not 0 < soft_cap < math.inf:
+            raise ValueError(f"`soft_cap` must be positive and finite, or None for no cap. Got {soft_cap}.")
+        window = jnp.asarray(0 if sliding_window is None else sliding_window)
+        if not jnp.issubdtype(window.dtype, jnp.integer) or window.ndim:
+            raise TypeError(f"`sliding_window` must be a whole number, or None for all. Got {sliding_window!r}.")
+        if _is_integer(sliding_window) or not isinstance(window, jax.core.Tracer):
+            if np.asarray(sliding_window or 0) < 0:
+                raise ValueError(f"`sliding_window` must not be negative; 0 is none. Got {sliding_window}.")
         if not new:
             return queries
         rows = queries.reshape(*front, heads, given // heads * new, size)
-        at, width = positions.astype(jnp.int32), jnp.broadcast_to(jnp.asarray(window, jnp.int32), self.length.shape)
+        at, width = positions.astype(jnp.int32), jnp.broadcast_to(window.astype(jnp.int32), self.length.shape)
         factor = 1 / math.sqrt(size) if scale is None else float(scale)
         compute = bind_attention if self.recent is None else attend_by_xla
         return compute(rows, at, width, self, factor, float(soft_cap or 0)).reshape(queries.shape)
@@ -373,6 +380,8 @@ def _mask_padding(keys: Array, values: Array, count: ArrayLike) -> tuple[Array, 
     new, count = keys.shape[-2], jnp.asarray(count)
     if not jnp.issubdtype(count.dtype, jnp.integer):
         raise TypeError(f"`count` must be whole numbers. Got {count.dtype}.")
+    if count.ndim and count.shape != keys.shape[:-3]:
+        raise ValueError(f"`count` must be one number, or one for each row of {keys.shape[:-3]}. Got {count.shape}.")
     if not isinstance(count, jax.core.Tracer) and (jnp.any(count < 0) or jnp.any(count > new)):
         raise ValueError(f"`count` must be at least 0 and at most the {new} new tokens. Got {count}.")
     count = jnp.clip(count, 0, new).astype(jnp.int32)

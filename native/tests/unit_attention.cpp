@@ -261,6 +261,12 @@ void add_numbers() {
     for (int64_t i = 0; i < 16; ++i)
       if (found[i] != a.value(0, best, i)) fail("number %d is %.9g", static_cast<int>(i), found[i]);
   });
+  test("attention/scores of one head do not change another", [](const Isa& isa) {
+    Attention a(1, 2, 1, 1, 9, 16);
+    for (size_t i = 0; i < a.queries.size(); ++i) a.queries[i] = i < 16 ? -60 : 60;
+    for (double& number : a.floats[a.kKeys]) number = fabs(number) + 1;
+    a.check(isa);
+  });
   test("attention/shares of tiny scores are not lost", [](const Isa& isa) {
     Attention a(1, 1, 1, 1, 1200, 8);
     for (int64_t t = 0; t < 1200; ++t)

@@ -285,8 +285,8 @@ class QuantizedCache(eqx.Module):
 
         **Raises:**
 
-        `ValueError` for other shapes, a negative window, or a cap that is not positive. `TypeError` for other dtypes, and
-        for a `scale` or `soft_cap` that is traced.
+        `ValueError` for other shapes, a negative window, or a cap that is not positive. `TypeError` for other dtypes,
+        and for a `scale` or `soft_cap` that is traced.
         """
         *front, heads, _, size = self.values.shape
         given = queries.shape[-3] if queries.ndim == self.values.ndim else 0

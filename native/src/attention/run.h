@@ -16,7 +16,7 @@ bool run_attention(const Isa& isa, const AttentionProblem& problem, Pool& pool, 
   if (shares < static_cast<double>(threads)) threads = max64(static_cast<int64_t>(shares), 1);
   const int64_t units = heads * parts, workers = min64(units, threads);
   const int64_t sums_bytes = round_up(4 * units * one, 64);
-  char* memory = static_cast<char*>(allocate_aligned(sums_bytes + workers * own + 64));
+  char* memory = static_cast<char*>(allocate_aligned(sums_bytes + max64(workers, 1) * own));
   if (memory == nullptr) return false;
   float* sums = reinterpret_cast<float*>(memory);
   std::atomic<bool> enough{true};

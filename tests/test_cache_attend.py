@@ -89,6 +89,18 @@ def test_attention_equals_a_softmax_over_the_tokens_that_are_seen(way):
         np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=tolerance(queries.dtype))
 
 
+@pytest.mark.parametrize("keys", [None, "int8"])
+def test_scores_beyond_float16_are_numbers(keys):
+    """A key is 25 in each channel, so that its product with a query of the same is 80,000."""
+    cache = eqq.QuantizedCache.empty((1, 8, 128), keys, dtype=jnp.float16)
+    new = jnp.full((1, 2, 128), 25, jnp.float16).at[:, 1].set(-25)
+    cache = cache.append(new, new)
+    for copies in (1, 40):  # native, and XLA
+        queries = jnp.tile(new[:, :1], (1, copies, 1))
+        found = jax.jit(lambda cache, q, at: cache.attend(q, at))(cache, queries, jnp.ones(copies, jnp.int32))
+        np.testing.assert_allclose(np.asarray(found, np.float32), 25, rtol=1e-2)
+
+
 @pytest.mark.parametrize("way", ["float", "int8", "float, window"])
 def test_a_token_that_sees_nothing_is_zero(way):
     """As in padding, left or right: neither NaN, nor a gradient that is NaN, nor what empty places hold."""
@@ -98,11 +110,15 @@ def test_a_token_that_sees_nothing_is_zero(way):
     at = positions.at[0].set(jnp.array([-1, -2, least], jnp.int32))
     found = attend(cache, queries, at)
     assert not found[0].any() and found[1:].all()
-    gradient = jax.jit(jax.grad(lambda q: jnp.sum(attend(cache, q, at) ** 2)))(queries)
+    with jax.debug_nans(True):
+        gradient = jax.grad(lambda q: jnp.sum(attend(cache, q, at) ** 2))(queries)
     assert not gradient[0].any() and jnp.isfinite(gradient).all()
     # Beyond the last token there is nothing to see.
     latest = attend(cache, queries, jnp.full_like(at, np.iinfo(np.int32).max))
     np.testing.assert_array_equal(latest, attend(cache, queries, jnp.full_like(at, CONTEXT)))
+    wide = jnp.full(at.shape, 2**32 - 1, jnp.uint32)
+    np.testing.assert_array_equal(latest, cache.attend(queries, wide))
+    np.testing.assert_array_equal(found, cache.attend(queries, at, sliding_window=2**40))
 
 
 def test_gradients_are_those_of_scores_and_mix():
@@ -165,7 +181,12 @@ def test_wrong_arguments_are_errors():
         (queries, positions[:, :2], {}, r"`positions` must be \(\*batch, new\), here \(3, 3\). Got \(3, 2\)"),
         (queries, positions, {"sliding_window": -1}, "`sliding_window` must not be negative; 0 is none. Got -1"),
         (queries, positions, {"sliding_window": jnp.int32(-1)}, "negative; 0 is none. Got -1"),
-        (queries, positions, {"soft_cap": 0.0}, "`soft_cap` must be positive and finite, or None for no cap. Got 0.0"),
+        (
+            queries,
+            positions,
+            {"soft_cap": 0.0},
+            "`soft_cap` must be between 1e-30 and 1e30, or None.*Got 0.0",
+        ),
         (queries, positions, {"soft_cap": float("inf")}, "Got inf"),
     ]:
         with pytest.raises(ValueError, match=message):

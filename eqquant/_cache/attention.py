@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.interpreters import ad, batching
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, DTypeLike, Float, Int32
 
 from .. import _compat
 from .._array.array import QuantizedArray
@@ -47,7 +47,7 @@ class AttendedCache(Protocol):
 
     @property
     def positions(self) -> Array: ...
-    def scores(self, queries: Array) -> Array: ...
+    def scores(self, queries: Array, dtype: DTypeLike | None = None) -> Array: ...
     def mix(self, shares: Array) -> Array: ...
 
 
@@ -77,8 +77,8 @@ def attend_by_xla(
     cap: float,
 ) -> Float[Array, "*batch heads rows size"]:
     """Computes scores of all places, and hides those that a token does not see."""
-    scores = cache.scores(queries)
-    scores = scores.astype(scores.dtype if scores.dtype.itemsize > 4 else jnp.float32) * scale
+    # In 16 bits large scores would overflow, or lose the differences that a softmax sees.
+    scores = cache.scores(queries, queries.dtype if queries.dtype.itemsize > 4 else jnp.float32) * scale
     if cap:
         scores = cap * jnp.tanh(scores / cap)
     at = jnp.clip(positions, -1, EMPTY_POSITION - 1)[..., None]
@@ -87,8 +87,11 @@ def attend_by_xla(
     *front, rows, places = scores.shape
     tokens = positions.shape[-1]
     grouped = jnp.broadcast_to(seen[..., None, None, :, :], (*front, rows // tokens, tokens, places))
-    shares = jax.nn.softmax(scores, where=grouped.reshape(scores.shape))  # zeros for a token that sees nothing
-    return cache.mix(shares.astype(queries.dtype))
+    seen = grouped.reshape(scores.shape)
+    # A token that sees nothing gets zeros. Its scores are zeros too, since a softmax of nothing is NaN.
+    hidden = jnp.where(seen.any(axis=-1, keepdims=True), -jnp.inf, jnp.zeros_like(scores[..., :1]))
+    shares = jax.nn.softmax(jnp.where(seen, scores, jnp.broadcast_to(hidden, scores.shape)))
+    return cache.mix(jnp.where(seen, shares, 0).astype(queries.dtype))
 
 
 def _by_xla(*leaves: Array, tree: PyTreeDef, scale: float, cap: float) -> Array:
@@ -102,7 +105,7 @@ def _native(*leaves: Array, tree: PyTreeDef, scale: float, cap: float) -> Array:
     if not few or calls.why_not_attend(queries) is not None or not (_is_read(cache.keys) and _is_read(cache.values)):
         return attend_by_xla(queries, positions, window, cache, scale, cap)
     stored = (_as_rows(cache.keys), _as_rows(cache.values))
-    return calls.attend(queries, positions, cache.length, window, *stored, scale=scale, cap=cap)
+    return calls.attend(queries, positions, cache.length.astype(jnp.int32), window, *stored, scale=scale, cap=cap)
 
 
 def _is_read(x: MaybeQuantized) -> bool:

@@ -1,5 +1,6 @@
 """`QuantizedCache`: the keys and values of attention, quantized as they come."""
 
+import functools as ft
 import math
 
 import equinox as eqx
@@ -9,14 +10,17 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int, Int32, Integer
 
-from .._array.array import is_quantized
+from .._array.array import is_quantized, QuantizedArray
 from .._formats.base import AbstractFormat, segment_length
 from .._formats.names import as_format
 from .._mesh import full_spec, place
 from .attention import attend_by_xla, bind_attention, EMPTY_POSITION
 from .write import append_to_window, MaybeQuantized, quantized_zeros, slice_tokens, write_rows, write_tokens
+
+
+_MAX_INT32 = int(np.iinfo(np.int32).max)
 
 
 class QuantizedCache(eqx.Module):
@@ -214,12 +218,15 @@ class QuantizedCache(eqx.Module):
     def _arange(self, n: int) -> Int[Array, "*ones n"]:
         return jnp.arange(n, dtype=jnp.int32).reshape(*[1] * self.length.ndim, n)
 
-    def scores(self, queries: Float[Array, "*batch heads rows size"]) -> Float[Array, "*batch heads rows places"]:
+    def scores(
+        self, queries: Float[Array, "*batch heads rows size"], dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch heads rows places"]:
         """Multiplies queries by the keys of every place, empty ones too (see `positions`).
 
         **Arguments:**
 
         - `queries`: for each head of keys, a row for each new token; if several heads share keys, rows of them all.
+        - `dtype`: of the products; by default that of the queries.
 
         **Returns:**
 
@@ -230,10 +237,11 @@ class QuantizedCache(eqx.Module):
         `ValueError` for other shapes.
         """
         self._check_rows(queries, "queries", "size", self.values.shape[-1])
-        old = _multiply(queries, self.keys.astype(queries.dtype))
+        dtype = queries.dtype if dtype is None else dtype
+        old = _multiply(queries, self.keys, dtype)
         if self.recent is None:
             return old
-        return jnp.concatenate([old, _multiply(queries, self.recent[0].astype(queries.dtype))], axis=-1)
+        return jnp.concatenate([old, _multiply(queries, self.recent[0], dtype)], axis=-1)
 
     def mix(self, shares: Float[Array, "*batch heads rows places"]) -> Float[Array, "*batch heads rows size"]:
         """Sums the values of all places, weighted by `shares`.
@@ -259,10 +267,10 @@ class QuantizedCache(eqx.Module):
     def attend(
         self,
         queries: Float[Array, "*batch query_heads new size"],
-        positions: Int[Array, "*batch new"],
+        positions: Integer[Array, "*batch new"],
         *,
         scale: float | None = None,
-        sliding_window: Int[Array, ""] | int | None = None,
+        sliding_window: Integer[Array, ""] | int | None = None,
         soft_cap: float | None = None,
     ) -> Float[Array, "*batch query_heads new size"]:
         """Computes causal attention of new tokens to the cached ones.
@@ -303,9 +311,10 @@ class QuantizedCache(eqx.Module):
         for name, number in (("scale", scale), ("soft_cap", soft_cap)):
             if isinstance(number, jax.core.Tracer):
                 raise TypeError(f"`{name}` must be a number when the program is traced. Got a traced {number.aval}.")
-        if soft_cap is not None and not 0 < soft_cap < math.inf:
-            raise ValueError(f"`soft_cap` must be positive and finite, or None for no cap. Got {soft_cap}.")
-        window = jnp.asarray(0 if sliding_window is None else sliding_window)
+        if soft_cap is not None and not 1e-30 < soft_cap < 1e30:
+            raise ValueError(f"`soft_cap` must be between 1e-30 and 1e30, or None for no cap. Got {soft_cap}.")
+        window = 0 if sliding_window is None else sliding_window
+        window = jnp.asarray(min(window, _MAX_INT32) if _is_integer(window) else window)
         if not jnp.issubdtype(window.dtype, jnp.integer) or window.ndim:
             raise TypeError(f"`sliding_window` must be a whole number, or None for all. Got {sliding_window!r}.")
         if _is_integer(sliding_window) or not isinstance(window, jax.core.Tracer):
@@ -314,7 +323,7 @@ class QuantizedCache(eqx.Module):
         if not new:
             return queries
         rows = queries.reshape(*front, heads, given // heads * new, size)
-        at, width = positions.astype(jnp.int32), jnp.broadcast_to(window.astype(jnp.int32), self.length.shape)
+        at, width = _as_int32(positions), jnp.broadcast_to(_as_int32(window), self.length.shape)
         factor = 1 / math.sqrt(size) if scale is None else float(scale)
         compute = bind_attention if self.recent is None else attend_by_xla
         return compute(rows, at, width, self, factor, float(soft_cap or 0)).reshape(queries.shape)
@@ -362,6 +371,14 @@ class QuantizedCache(eqx.Module):
         return QuantizedCache(put(self.keys), put(self.values), recent, length)
 
 
+def _as_int32(x: Integer[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Converts integers, and clips those out of range."""
+    limits = np.iinfo(x.dtype)
+    if limits.max <= _MAX_INT32:
+        return x.astype(jnp.int32)
+    return jnp.clip(x, max(limits.min, -_MAX_INT32 - 1), _MAX_INT32).astype(jnp.int32)
+
+
 def _is_integer(x: object) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
@@ -402,7 +419,12 @@ def _min_window(format: AbstractFormat | None) -> int:
     return math.lcm(block, segment_length(format))
 
 
-def _multiply(queries: Array, keys: MaybeQuantized) -> Array:
+def _multiply(queries: Array, keys: MaybeQuantized, dtype: DTypeLike) -> Array:
+    if isinstance(keys, QuantizedArray):
+        return queries.astype(dtype) @ keys.astype(dtype).mT
+    if keys.dtype != queries.dtype:
+        return _multiply(queries.astype(dtype), keys.astype(dtype), dtype)
+    multiply = ft.partial(jnp.matmul, preferred_element_type=dtype)
     # XLA for CPU copies a transposed right operand: better a few queries than all keys.
-    few = not is_quantized(keys) and queries.shape[-2] < queries.shape[-1]
-    return (keys @ queries.mT).mT if few else queries @ keys.mT
+    few = queries.shape[-2] < queries.shape[-1]
+    return multiply(keys, queries.mT).mT if few else multiply(queries, keys.mT)

@@ -31,7 +31,7 @@ from .write import MaybeQuantized
 
 
 EMPTY_POSITION = np.iinfo(np.int32).max  # of a place without a token: after every token
-# For more, XLA's products of whole matrices are faster.
+# With more, XLA is faster where the cache is full.
 _MOST_ROWS = 32
 
 attention_p = jax.extend.core.Primitive("cache_attention")

@@ -293,7 +293,7 @@ class QuantizedCache(eqx.Module):
 
         **Raises:**
 
-        `ValueError` for other shapes, a negative window, or a cap that is not positive. `TypeError` for other dtypes,
+        `ValueError` for other shapes, a negative window, or a cap out of range. `TypeError` for other dtypes,
         and for a `scale` or `soft_cap` that is traced.
         """
         *front, heads, _, size = self.values.shape

@@ -97,13 +97,13 @@ struct Attention {
   void check(const Isa& isa) const {
     const std::vector<double> found = run(isa);
     for (int64_t head = 0; head < p.batch * p.heads; ++head)
-      for (int64_t row = 0; row < p.rows; ++row) check_row(head, row, &found[(head * p.rows + row) * p.size]);
+      for (int64_t row = 0; row < p.rows; ++row) check_row(head, row, found.data() + (head * p.rows + row) * p.size);
     const std::vector<double> alone = run(isa, 1);
-    if (memcmp(found.data(), alone.data(), found.size() * sizeof(double)) != 0) fail("one thread finds other results");
+    if (found != alone) fail("one thread finds other results");
   }
 
   void check_row(int64_t head, int64_t row, const double* found) const {
-    const double* query = &queries[(head * p.rows + row) * p.size];
+    const double* query = queries.data() + (head * p.rows + row) * p.size;
     std::vector<double> scores, expected(p.size);
     std::vector<int64_t> seen;
     double reach = 0, top = -INFINITY, total = 0, amax = 0;

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.random as jr
+import jaxtyping
 import pytest
 
 from . import annotations  # noqa: F401, whose checks `--jaxtyping-packages` names
@@ -121,6 +122,15 @@ def getkey():
     """A function that returns a fresh PRNG key at each call."""
     seeds = it.count(random.Random(0).randrange(2**31))
     return lambda: jr.key(next(seeds))
+
+
+@pytest.fixture
+def without_type_checks():
+    """As users have it: the tests check types of arguments before the library can speak."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(autouse=True, scope="module")

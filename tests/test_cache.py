@@ -241,15 +241,6 @@ def test_sharded_heads(way):
     np.testing.assert_allclose(compiled(divided, queries), attend(cache, queries), atol=1e-6)
 
 
-@pytest.fixture
-def without_type_checks():
-    """As users have it: the tests check types of arguments before the library can speak."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("without_type_checks")
 def test_arrays_of_wrong_shapes_are_errors():

@@ -61,7 +61,7 @@ def bind_attention(
 ) -> Float[Array, "*batch heads rows size"]:
     """Binds the primitive.
 
-    Row `r` of a head belongs to token `r % tokens`. A window or a cap of 0 is none.
+    Row `r` of a head belongs to token `r % tokens`. A window of 0 shows all places, and a cap of 0 bounds no score.
     """
     operands = _compat.vary_alike((queries, positions, window, cache))
     leaves, tree = jtu.tree_flatten(operands)

@@ -20,7 +20,7 @@ from .attention import attend_by_xla, bind_attention, EMPTY_POSITION
 from .write import append_to_window, MaybeQuantized, quantized_zeros, slice_tokens, write_rows, write_tokens
 
 
-_MAX_INT32 = int(np.iinfo(np.int32).max)
+_INT32 = np.iinfo(np.int32)
 
 
 class QuantizedCache(eqx.Module):
@@ -314,12 +314,12 @@ class QuantizedCache(eqx.Module):
         if soft_cap is not None and not 1e-30 < soft_cap < 1e30:
             raise ValueError(f"`soft_cap` must be between 1e-30 and 1e30, or None for no cap. Got {soft_cap}.")
         window = 0 if sliding_window is None else sliding_window
-        window = jnp.asarray(min(window, _MAX_INT32) if _is_integer(window) else window)
+        if not isinstance(window, jax.core.Tracer):
+            window = np.asarray(window)
         if not jnp.issubdtype(window.dtype, jnp.integer) or window.ndim:
             raise TypeError(f"`sliding_window` must be a whole number, or None for all. Got {sliding_window!r}.")
-        if _is_integer(sliding_window) or not isinstance(window, jax.core.Tracer):
-            if np.asarray(sliding_window or 0) < 0:
-                raise ValueError(f"`sliding_window` must not be negative; 0 is none. Got {sliding_window}.")
+        if isinstance(window, np.ndarray) and window < 0:
+            raise ValueError(f"`sliding_window` must be positive, or 0 or None for all. Got {sliding_window}.")
         if not new:
             return queries
         rows = queries.reshape(*front, heads, given // heads * new, size)
@@ -371,12 +371,12 @@ class QuantizedCache(eqx.Module):
         return QuantizedCache(put(self.keys), put(self.values), recent, length)
 
 
-def _as_int32(x: Integer[Array, "*shape"]) -> Int32[Array, "*shape"]:
+def _as_int32(x: Integer[Array | np.ndarray, "*shape"]) -> Int32[Array, "*shape"]:
     """Converts integers, and clips those out of range."""
     limits = np.iinfo(x.dtype)
-    if limits.max <= _MAX_INT32:
-        return x.astype(jnp.int32)
-    return jnp.clip(x, max(limits.min, -_MAX_INT32 - 1), _MAX_INT32).astype(jnp.int32)
+    if limits.max > _INT32.max:
+        x = x.clip(max(limits.min, _INT32.min), _INT32.max)
+    return jnp.asarray(x.astype(jnp.int32))
 
 
 def _is_integer(x: object) -> bool:

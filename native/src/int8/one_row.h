@@ -14,7 +14,8 @@ struct Int8OneRow {
   using F = typename V::F;
   static constexpr int L = V::L;
 
-  static constexpr int64_t kScaleCodes = 4096;  // of a row, whose scales are decoded at a time
+  static constexpr int64_t kScaleCodes = 4096;   // of a row, whose scales are decoded at a time
+  static constexpr int64_t kScalesOfRows = 512;  // of several rows, which are decoded at a time
 
   // Whether all vectors of codes are whole blocks or parts of one, with sums by lanes.
   EQQ_INLINE bool in_registers(const Int8Problem& q, const Runs& r) {
@@ -65,16 +66,14 @@ struct Int8OneRow {
   }
 
   // Sums of scaled products of `kRegisterRows` rows in blocks: `kBlocks` in a vector, or with 0 one in several vectors.
-  // The rows share what is loaded of `x`. Rows past `count` are the last one again.
+  // The rows share what is loaded of `x`. Rows past `count` are the last one again. `decoded`: the scales of the rows,
+  // one row's behind another's; or null.
   template <int kBits, bool kLookUp, int kBlocks, bool kZero>
   static void many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count,
-                          const uint8_t* x, const int32_t* lanes, I table, float* out) {
+                          const uint8_t* x, const int32_t* lanes, const float* decoded, I table, float* out) {
     constexpr int kPlanes = 8 / kBits, kRows = V::kRegisterRows, kRoom = kScaleCodes / 16 + 32 * kPlanes;
     constexpr int kScales = kBlocks > 0 ? kBlocks : 1;  // of a vector
     const int64_t per = kBlocks > 0 ? 1 : r.size / 64, step = round_up(kScaleCodes, r.size * kPlanes);
-    // Where floats lie in memory one for each block, they are read there; several are read four at a time.
-    const bool direct = p.scale_kind == kScaleFloat32 && p.row_scale == nullptr && kScales == 1;
-    const bool together = step >= p.k && p.row_scale == nullptr && count == kRows;  // one row's lie behind another's
     // The next rows, as they lie in memory: a line of each in turn would double the time where the weight is not
     // cached.
     const int64_t ahead = max64(kNear, kRows * p.words);
@@ -93,13 +92,11 @@ struct Int8OneRow {
     for (int64_t from = 0; from < p.k; from += step) {
       const int64_t to = min64(from + step, p.k), first = from / r.size, last = div_up(to, r.size);
       for (int i = 0; i < kRows; ++i) {
-        const int64_t at = row + min64(i, count - 1);
-        scale[i] = direct ? static_cast<const float*>(p.scale) + at * p.blocks + first
-                          : room + i * (together ? p.blocks : kRoom);
-        if (!direct && !together) V::scales(&p, at, first, last, room + i * kRoom);
-        if (kZero) W::offsets(p, v, at, first, last, offset[i]);
+        const int64_t at = min64(i, count - 1);
+        scale[i] = decoded != nullptr ? decoded + at * p.blocks + first : room + i * kRoom;
+        if (decoded == nullptr) V::scales(&p, row + at, first, last, room + i * kRoom);
+        if (kZero) W::offsets(p, v, row + at, first, last, offset[i]);
       }
-      if (!direct && together) V::scales(&p, row, 0, kRows * p.blocks, room);
       int64_t block = 0, of_block = 0;  // of this step; vectors of the block so far
       for (int64_t s = from / (64 * kPlanes); s * 64 * kPlanes < to; ++s) {
         I bytes[kRows];
@@ -160,10 +157,21 @@ struct Int8OneRow {
       several_scales = zero ? many_scales<kBits, kLookUp, 4, true> : many_scales<kBits, kLookUp, 4, false>;
     const int64_t weight = first_row(&p, batch);
     if (r.count > 1) {
+      // Float scales are read where they lie if a vector has one, since several are read four at a time. Others are
+      // decoded for as many rows as have room, and the next ones fetched.
+      const bool direct = p.scale_kind == kScaleFloat32 && p.row_scale == nullptr && r.size >= 64;
+      const int64_t held = direct || p.row_scale != nullptr ? 0 : kScalesOfRows / p.blocks & -V::kRegisterRows;
+      const int64_t scales_of_row = p.blocks * scale_bytes(p.scale_kind);
+      float room[kScalesOfRows + 4];
       for (int64_t n = first; n < first + count; n += V::kRegisterRows) {
-        const int64_t rows = min64(V::kRegisterRows, first + count - n);
+        const int64_t rows = min64(V::kRegisterRows, first + count - n), at = held > 0 ? (n - first) % held : 0;
+        const float* decoded = held > 0 ? room + at * p.blocks : nullptr;
+        if (direct) decoded = static_cast<const float*>(p.scale) + (weight + n) * p.blocks;
+        if (held > 0 && at == 0) V::scales(&p, weight + n, 0, min64(held, first + count - n) * p.blocks, room);
+        const char* later = static_cast<const char*>(p.scale) + (weight + n + held) * scales_of_row;
+        for (int64_t i = 0; i < V::kRegisterRows * scales_of_row; i += 64) __builtin_prefetch(later + i);
         float sums[V::kRegisterRows];
-        several_scales(p, r, v, weight + n, rows, x, lanes, table, sums);
+        several_scales(p, r, v, weight + n, rows, x, lanes, decoded, table, sums);
         for (int64_t i = 0; i < rows; ++i) X::write(p, batch * p.y_batch + (n + i) * p.y_column, sums[i] * x_scale);
       }
       return;

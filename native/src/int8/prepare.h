@@ -51,12 +51,15 @@ struct Int8Prepare {
         for (int64_t i = 0; i < rows; ++i) {
           const int64_t m = first + i;
           int8_t codes[256];
-          memset(codes, 0, sizeof codes);
-          if (m < p.m && count > 0)
+          if (count < room) memset(codes, 0, room);
+          if (m < p.m && count > 0) {
             X::read_codes(*problem, batch * p.x_batch + m * p.x_row + (start + at) * p.x_column, count, all[i], codes);
+          } else {
+            memset(codes, 0, count);
+          }
           if (m == ones) memset(codes, 1, count);
           int32_t sum = 0;
-          for (int64_t j = 0; j < 256; ++j) sum += codes[j];
+          for (int64_t j = 0; j < room; ++j) sum += codes[j];
           sums[run * d.m_padded + m] += factor * sum;
           const int64_t position = run * r.size + at;
           // Groups of a row are `width` groups apart, and rows of `x` one after the other if that is one.
@@ -86,15 +89,19 @@ struct Int8Prepare {
   // The sums of each lane over the vectors of a run; or of each vector, if it has several runs.
   static void lane_sums(const Runs& r, int32_t factor, const uint8_t* x, int32_t* out) {
     const int64_t vectors = max64(min64(r.size, row_codes(r)) / W::kCodes, 1);
-    for (int64_t i = 0; i < W::lane_vectors(r); ++i) {
-      for (int64_t l = 0; l < L; ++l) {
-        int32_t sum = 0;
-        for (int64_t j = 0; j < vectors; ++j)
-          for (int64_t g = 0; g < V::kGroup; ++g)
-            sum += static_cast<int8_t>(x[(i * vectors + j) * W::kCodes + l * V::kGroup + g]);
-        out[i * L + l] = factor * sum;
-      }
+    for (int64_t i = 0; i < W::lane_vectors(r); ++i, out += L) {
+      for (int64_t l = 0; l < L; ++l) out[l] = 0;
+      for (int64_t j = 0; j < vectors; ++j, x += W::kCodes)
+        for (int64_t l = 0; l < L; ++l) out[l] += factor * sum_of_four(x + 4 * l);
     }
+  }
+
+  EQQ_INLINE int32_t sum_of_four(const uint8_t* codes) {
+    uint32_t word;
+    memcpy(&word, codes, 4);
+    word ^= 0x80808080;  // so that no byte has a sign
+    const uint32_t pairs = (word & 0xff00ff) + (word >> 8 & 0xff00ff);
+    return static_cast<int32_t>((pairs & 0xffff) + (pairs >> 16)) - 4 * 128;
   }
 };
 

@@ -7,16 +7,13 @@ namespace {
 
 template <class V>
 struct Int8X {
-  // `count` floats of `x`, of whatever type.
-  static void read_floats(const Problem& p, int64_t at, int64_t count, float* out) {
+  // `count` floats of `x`, of whatever type: where they lie, if that is one after the other, or in `out`.
+  static const float* read_floats(const Problem& p, int64_t at, int64_t count, float* out) {
     if (p.x_type == kFloat32) {
       const float* x = static_cast<const float*>(p.x) + at;
-      if (p.x_column == 1) {
-        memcpy(out, x, 4 * count);
-      } else {
-        for (int64_t i = 0; i < count; ++i) out[i] = x[i * p.x_column];
-      }
-      return;
+      if (p.x_column == 1) return x;
+      for (int64_t i = 0; i < count; ++i) out[i] = x[i * p.x_column];
+      return out;
     }
     const uint16_t* x = static_cast<const uint16_t*>(p.x) + at;
     if (p.x_type == kBFloat16) {
@@ -24,6 +21,7 @@ struct Int8X {
     } else {
       for (int64_t i = 0; i < count; ++i) out[i] = V::one_f16(x[i * p.x_column]);
     }
+    return out;
   }
 
   // How a row of `x` becomes codes of a sign.
@@ -61,12 +59,12 @@ struct Int8X {
   static Row row_at(const Int8Problem& q, int64_t m, int64_t at) {
     const Problem& p = q.p;
     if (q.form != kFloats) return row_of(q, m, 0, 0, 0);
-    float values[256];
+    float room[256];
     uint32_t most = 0;  // magnitudes compare as integers
     float low = 0, high = 0;
     for (int64_t k = 0; k < p.k; k += 256) {
       const int64_t count = min64(256, p.k - k);
-      read_floats(p, at + k * p.x_column, count, values);
+      const float* values = read_floats(p, at + k * p.x_column, count, room);
       for (int64_t i = 0; i < count; ++i) {
         const uint32_t magnitude = V::to_bits(values[i]) & 0x7fffffff;
         most = magnitude > most ? magnitude : most;
@@ -93,8 +91,8 @@ struct Int8X {
       memset(out, 0, count);
       return;
     }
-    float values[256];
-    read_floats(p, at, count, values);
+    float room[256];
+    const float* values = read_floats(p, at, count, room);
     const float least = q.affine ? 0 : -128, most = q.affine ? 255 : 127;
     const uint32_t flip = q.affine ? 128 : 0;
     // Adding 1.5 * 2^23 rounds to an integer, half to even, and leaves it in the low bits.

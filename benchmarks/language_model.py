@@ -33,7 +33,7 @@ import eqquant as eqq
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama"))
 from export import write_gguf
-from generate import Generator, RANDOM, random_model, Sampling
+from generate import Generator, RANDOM, random_model, Sampling, State
 from llama import Cache, joined, Llama, load
 from train import texts, windows
 
@@ -212,16 +212,28 @@ def caches_table(bench: Bench, console: Console) -> None:
     console.print(table)
 
 
-def milliseconds(model: Llama, cache: str | None = None, steps: int = 64) -> float:
+def time_tokens(generator: Generator, state: State, calls: int = 3) -> tuple[State, float]:
+    """Returns the state after some calls, and the milliseconds of a token.
+
+    Each call starts before the tokens of the last are read, as in `Generator.__call__`.
+    """
+    jax.block_until_ready(state.tokens)
+    began = time.perf_counter()
+    for _ in range(calls):
+        new, state = state.tokens, generator.step(state)
+        jax.block_until_ready(new)
+    jax.block_until_ready(state.tokens)
+    return state, 1e3 * (time.perf_counter() - began) / (calls * generator.steps)
+
+
+def milliseconds(model: Llama, cache: str | None = None, turns: int = 8) -> float:
     """The median time of a token, one text."""
     generator = Generator(joined(model), CONTEXT, Sampling(), cache)
-    state, times = generator.start([[1, 2, 3]], 0), []
-    for _ in range(steps):
-        began = time.perf_counter()
-        state = generator.step(generator.arrays, state)
-        jax.block_until_ready(state.token)
-        times.append(time.perf_counter() - began)
-    return 1e3 * float(np.median(times[2:]))
+    state, times = generator.step(generator.start([[1, 2, 3]], 0)), []
+    for _ in range(turns):
+        state, ms = time_tokens(generator, state)
+        times.append(ms)
+    return float(np.median(times))
 
 
 def speed_table(bench: Bench, llama_bench: str | None, console: Console) -> None:
@@ -253,7 +265,7 @@ _OF_CODES = {f"{kind}{_BY_CODES}": "int8" for kind in ("int4", "q4_0", "int8")}
 
 
 def random_table(name: str, context: int, llama_bench: str | None, rounds: int, console: Console) -> None:
-    """The time of a token with random weights. Models take turns, three tokens each, and llama.cpp in between."""
+    """The time of a token with random weights. Models take turns, twelve tokens each, and llama.cpp in between."""
     model = random_model(name)
     generators, sizes = {}, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -275,12 +287,9 @@ def random_table(name: str, context: int, llama_bench: str | None, rounds: int, 
         for n in range(rounds + 1):
             # In another order each round, so that no variant always follows the most demanding one.
             for kind in np.random.default_rng(n).permutation(list(generators)):
-                for again in range(4):
-                    began = time.perf_counter()
-                    states[kind] = generators[kind].step(generators[kind].arrays, states[kind])
-                    jax.block_until_ready(states[kind].token)
-                    if n > 0 and again > 0:  # the first step compiles, and the first of a turn finds a cold cache
-                        times[kind].append(1e3 * (time.perf_counter() - began))
+                states[kind] = generators[kind].step(states[kind])  # compiles, or finds a cold cache
+                states[kind], ms = time_tokens(generators[kind], states[kind])
+                times[kind] += [ms] if n > 0 else []
             if llama_bench is not None and n % max(1, rounds // 3) == 0:
                 theirs.append(_llama_bench(llama_bench, path, 16))
     table = Table("weights", "MB", "ms per token", "tokens per s", "beside float32", box=box.MARKDOWN)
@@ -307,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="what examples/llama/train.py wrote")
     parser.add_argument("--random", choices=RANDOM, help="random weights instead, and the time per token alone")
     parser.add_argument("--rounds", type=int, default=12, help="of `--random`")
-    parser.add_argument("--context", type=int, default=CONTEXT, help="how many tokens fit its cache: over 4 a round")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="how many tokens fit its cache: over 16 a round")
     parser.add_argument("--tables", nargs="*", default=["formats", "activations", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
     parser.add_argument("--methods", nargs="*", default=USUAL, choices=METHODS, help="of the first table")

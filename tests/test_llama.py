@@ -109,7 +109,7 @@ def test_generation(llama, generate, tmp_path):
     logits, _ = run(model, jnp.asarray(whole), llama.Cache.empty(model.config, 2, 16, stacked=True))
     for prompt, ids, likeliest in zip(prompts, new, np.argmax(logits, axis=-1), strict=True):
         assert ids == likeliest[len(prompt) - 1 : len(prompt) + n - 1].tolist()
-    assert generator.step._cache_size() == generator.read._cache_size() == 1
+    assert generator._step._cache_size() == generator._read._cache_size() == 1
     # A row that has stopped gives no more, and when all have, that is the end.
     stopped = list(generator(prompts, n, stop=frozenset((new[0][1], new[1][3]))))
     assert [ids[0] for ids in stopped][1:] == [None] * (len(stopped) - 1) and stopped[-1] == [None, None]

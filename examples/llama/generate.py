@@ -81,9 +81,10 @@ class Sampling:
 
 
 class State(eqx.Module):
-    """What goes from step to step: the last token of each row, the cache, and the randomness."""
+    """What goes from call to call: the newest tokens, the last of each row, the cache, and the randomness."""
 
-    token: Int[Array, " batch"]
+    tokens: Int[Array, "batch new"]
+    last: Int[Array, " batch"]
     cache: Cache
     key: PRNGKeyArray
 
@@ -97,17 +98,27 @@ def _suits_channels(cache: str | None) -> bool:
 
 
 class Generator:
-    """A model, its context, and its two compiled functions: `read` a padded prompt, and make one `step`."""
+    """A model, its context, and its two compiled functions: one reads a padded prompt, the other makes `steps` steps.
+
+    A call with hundreds of arrays takes the host a millisecond or two. So each call makes several steps, and the next
+    call is started before their tokens are read.
+    """
 
     def __init__(
-        self, model: Llama, context: int, sampling: Sampling, cache: str | None = None, mesh: Mesh | None = None
+        self,
+        model: Llama,
+        context: int,
+        sampling: Sampling,
+        cache: str | None = None,
+        mesh: Mesh | None = None,
+        steps: int = 4,
     ) -> None:
         if not 0 < context <= model.config.positions:
             raise ValueError(
                 f"The context must be at least 1 token, and at most {model.config.positions:,} tokens, for which "
                 f"the model was made. Got {context:,}."
             )
-        self.config, self.context = model.config, context
+        self.config, self.context, self.steps = model.config, context, steps
         layout = {"per_channel": _suits_channels(cache), "stacked": not isinstance(model.layers, list)}
         self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, **layout)
         self.mesh = mesh
@@ -121,15 +132,22 @@ class Generator:
             model, (key, now) = whole(arrays), jr.split(key)
             x, cache = model.hidden(ids, cache, lengths)
             last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-            return State(sampling(model.logits(last)[:, 0], now), cache, key)
+            token = sampling(model.logits(last)[:, 0], now)
+            return State(token[:, None], token, cache, key)
 
-        def step(arrays: list[Array], state: State) -> State:
-            key, now = jr.split(state.key)
-            logits, cache = whole(arrays)(state.token[:, None], state.cache)
-            return State(sampling(logits[:, 0], now), cache, key)
+        def step(arrays: list[Array], last: Array, cache: Cache, key: PRNGKeyArray) -> State:
+            def one_step(carry: tuple[Array, Cache, PRNGKeyArray], _: None) -> tuple[tuple[Array, Cache, Array], Array]:
+                last, cache, key = carry
+                key, now = jr.split(key)
+                logits, cache = whole(arrays)(last[:, None], cache)
+                token = sampling(logits[:, 0], now)
+                return (token, cache, key), token
+
+            (last, cache, key), tokens = jax.lax.scan(one_step, (last, cache, key), None, length=steps)
+            return State(tokens.T, last, cache, key)
 
         # Donated: the new cache takes the memory of the old one.
-        self.read, self.step = jax.jit(read, donate_argnums=3), jax.jit(step, donate_argnums=1)
+        self._read, self._step = jax.jit(read, donate_argnums=3), jax.jit(step, donate_argnums=2)
 
     def start(self, prompts: Sequence[Sequence[int]], seed: int) -> State:
         """Reads the prompts, and chooses the first token of each."""
@@ -140,7 +158,11 @@ class Generator:
         cache = self.empty(len(prompts))
         cache = cache if self.mesh is None else cache.on_mesh(self.mesh)
         lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-        return self.read(self.arrays, jnp.asarray(ids), lengths, cache, jr.key(seed))
+        return self._read(self.arrays, jnp.asarray(ids), lengths, cache, jr.key(seed))
+
+    def step(self, state: State) -> State:
+        """Starts to compute the next tokens of each row, and does not wait for them. Donates the cache."""
+        return self._step(self.arrays, state.last, state.cache, state.key)
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], tokens: int, *, stop: frozenset[int] = frozenset(), seed: int = 0
@@ -149,13 +171,16 @@ class Generator:
         self._check(prompts, tokens)
         state = self.start(prompts, seed)
         done = np.zeros(len(prompts), bool)
-        for n in range(tokens):
-            now = np.asarray(state.token)  # before the step takes its memory
-            done |= np.isin(now, list(stop))
-            yield [None if ended else int(token) for token, ended in zip(now, done, strict=True)]
-            if done.all() or n == tokens - 1:
-                return
-            state = self.step(self.arrays, state)
+        while tokens > 0:
+            new = state.tokens
+            tokens -= new.shape[1]
+            if tokens > 0:
+                state = self.step(state)
+            for now in np.asarray(new).T[: new.shape[1] + min(tokens, 0)]:
+                done |= np.isin(now, list(stop))
+                yield [None if ended else int(token) for token, ended in zip(now, done, strict=True)]
+                if done.all():
+                    return
 
     def cache_nbytes(self, batch: int) -> int:
         return eqq.tree_nbytes(eqx.filter_eval_shape(self.empty, batch))
@@ -313,7 +338,7 @@ def run(options: argparse.Namespace) -> list[list[int]]:
                 shown = so_far
     print("" if alone else "\n---\n".join(map(text.decode, texts)))
 
-    steps = times[1:]  # to the first one, prompts were read; to the second, the step was compiled
+    steps = times[generate.steps :]  # to the first one, prompts were read; to the next, the step was compiled
     seconds = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else float("nan")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(

@@ -110,6 +110,11 @@ def test_generation(llama, generate, tmp_path):
     for prompt, ids, likeliest in zip(prompts, new, np.argmax(logits, axis=-1), strict=True):
         assert ids == likeliest[len(prompt) - 1 : len(prompt) + n - 1].tolist()
     assert generator._step._cache_size() == generator._read._cache_size() == 1
+    # However many steps a call makes, the tokens are the same, also random ones.
+    texts = [
+        list(generate.Generator(model, 16, generate.Sampling(1.0), steps=steps)(prompts, n, seed=1)) for steps in (1, 4)
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == n
     # A row that has stopped gives no more, and when all have, that is the end.
     stopped = list(generator(prompts, n, stop=frozenset((new[0][1], new[1][3]))))
     assert [ids[0] for ids in stopped][1:] == [None] * (len(stopped) - 1) and stopped[-1] == [None, None]
@@ -182,6 +187,7 @@ def test_the_command(generate, tmp_path, capsys):
         ([folder, "5", "--ids", "--context", "80"], "at most 64 tokens, for which the model was made. Got 80"),
         ([folder, "5", "--ids", "--context", "-5"], "at least 1 token.* Got -5"),
         ([folder, "5", "--ids", "--context", "0"], "at least 1 token.* Got 0"),
+        ([folder, "5", "--ids", "--tokens", "4", "--steps", "0"], "--steps` must be at least 1.* Got 0"),
         ([folder, "5", "--ids", "--temperature", "-1"], "--temperature` must be a number from 0 on. Got -1.0"),
         ([folder, "5", "--ids", "--temperature", "nan"], "--temperature` must be a number from 0 on. Got nan"),
         ([folder, "5", "--ids", "--top-p", "0"], "--top-p` must be above 0, and at most 1.* Got 0.0"),

@@ -118,6 +118,8 @@ class Generator:
                 f"The context must be at least 1 token, and at most {model.config.positions:,} tokens, for which "
                 f"the model was made. Got {context:,}."
             )
+        if steps < 1:
+            raise ValueError(f"`--steps` must be at least 1, the tokens of a call. Got {steps}.")
         self.config, self.context, self.steps = model.config, context, steps
         layout = {"per_channel": _suits_channels(cache), "stacked": not isinstance(model.layers, list)}
         self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, **layout)
@@ -275,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--ids", action="store_true", help="prompts and texts are numbers of tokens")
     add("--tokens", type=int, default=64, help="how many to generate at most (default 64)")
     add("--context", type=int, help="places in the cache; by default as many as needed")
+    add("--steps", type=int, default=4, help="tokens of a call, which come together (default 4): more take less time")
     add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     add("--top-k", type=int, default=0, help="chooses among so many; 0 for all")
     add("--top-p", type=float, default=1.0, help="chooses among the likeliest that have this probability together")
@@ -322,7 +325,7 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     needed = max(map(len, prompts), default=0) + options.tokens
     fits = max(needed, min(_padded(needed), model.config.positions))
     context = fits if options.context is None else options.context
-    generate = Generator(model, context, sampling, options.cache, mesh)
+    generate = Generator(model, context, sampling, options.cache, mesh, options.steps)
     loaded = time.perf_counter()
 
     texts, times, alone, shown = [list(prompt) for prompt in prompts], [], len(prompts) == 1, ""

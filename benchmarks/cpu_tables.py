@@ -60,11 +60,11 @@ def pieces(peers: str | None, llama_bench: str | None, smoke: bool) -> list[Piec
     )
     found = [
         _products(best, SIZES[0], FIRST),
-        model("tiny" if smoke else "300m", 70),
+        model("tiny" if smoke else "300m", 100),
         _products(best, SIZES[0], rest),
         _products(best, SIZES[1], FIRST),
         *([] if peers is None else [_products(best, SIZES[0], ("nf4",), peers, "--peers")]),
-        *([] if smoke else [model("1b", 240)]),
+        *([] if smoke else [model("1b", 320)]),
         _products("avx2", SIZES[0], FIRST) if "avx2" in sets else None,
         _products(best, SIZES[1], rest),
         _products("avx2", SIZES[0], rest) if "avx2" in sets else None,

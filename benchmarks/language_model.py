@@ -213,9 +213,9 @@ def caches_table(bench: Bench, console: Console) -> None:
 
 
 def time_tokens(generator: Generator, state: State, calls: int = 3) -> tuple[State, float]:
-    """Returns the state after some calls, and the milliseconds of a token.
+    """Returns the state after some calls, and the milliseconds per token.
 
-    Each call starts before the tokens of the last are read, as in `Generator.__call__`.
+    Each call but the first starts before the tokens of the last are read, as in `Generator.__call__`.
     """
     jax.block_until_ready(state.tokens)
     began = time.perf_counter()
@@ -227,7 +227,7 @@ def time_tokens(generator: Generator, state: State, calls: int = 3) -> tuple[Sta
 
 
 def milliseconds(model: Llama, cache: str | None = None, turns: int = 8) -> float:
-    """The median time of a token, one text."""
+    """The median, over turns, of the milliseconds per token, one text."""
     generator = Generator(joined(model), CONTEXT, Sampling(), cache)
     state, times = generator.step(generator.start([[1, 2, 3]], 0)), []
     for _ in range(turns):
@@ -265,7 +265,10 @@ _OF_CODES = {f"{kind}{_BY_CODES}": "int8" for kind in ("int4", "q4_0", "int8")}
 
 
 def random_table(name: str, context: int, llama_bench: str | None, rounds: int, console: Console) -> None:
-    """The time of a token with random weights. Models take turns, twelve tokens each, and llama.cpp in between."""
+    """The time of a token with random weights.
+
+    Models take turns of 16 tokens, of which the last 12 are timed, and llama.cpp in between.
+    """
     model = random_model(name)
     generators, sizes = {}, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -289,7 +292,8 @@ def random_table(name: str, context: int, llama_bench: str | None, rounds: int, 
             for kind in np.random.default_rng(n).permutation(list(generators)):
                 states[kind] = generators[kind].step(states[kind])  # compiles, or finds a cold cache
                 states[kind], ms = time_tokens(generators[kind], states[kind])
-                times[kind] += [ms] if n > 0 else []
+                if n > 0:
+                    times[kind].append(ms)
             if llama_bench is not None and n % max(1, rounds // 3) == 0:
                 theirs.append(_llama_bench(llama_bench, path, 16))
     table = Table("weights", "MB", "ms per token", "tokens per s", "beside float32", box=box.MARKDOWN)
@@ -316,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="what examples/llama/train.py wrote")
     parser.add_argument("--random", choices=RANDOM, help="random weights instead, and the time per token alone")
     parser.add_argument("--rounds", type=int, default=12, help="of `--random`")
-    parser.add_argument("--context", type=int, default=CONTEXT, help="how many tokens fit its cache: over 16 a round")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="places in its cache: 16 for each round, 19 more")
     parser.add_argument("--tables", nargs="*", default=["formats", "activations", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
     parser.add_argument("--methods", nargs="*", default=USUAL, choices=METHODS, help="of the first table")
@@ -326,6 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console(width=160)
     if options.random is not None:
+        if options.context < (needed := 16 * (options.rounds + 1) + 3):
+            parser.error(f"`--context` must be at least {needed}, for {options.rounds} rounds. Got {options.context}.")
         return random_table(options.random, options.context, options.llama_bench, options.rounds, console)
     if options.folder is None:
         parser.error("FOLDER must be given, or `--random`.")

@@ -111,10 +111,10 @@ def test_generation(llama, generate, tmp_path):
         assert ids == likeliest[len(prompt) - 1 : len(prompt) + n - 1].tolist()
     assert generator._step._cache_size() == generator._read._cache_size() == 1
     # However many steps a call makes, the tokens are the same, also random ones.
-    texts = [
-        list(generate.Generator(model, 16, generate.Sampling(1.0), steps=steps)(prompts, n, seed=1)) for steps in (1, 4)
-    ]
-    assert texts[0] == texts[1] and len(texts[0]) == n
+    # Steps beyond the last token find the cache full.
+    make = lambda steps: generate.Generator(model, 5 + n, generate.Sampling(1.0), steps=steps)
+    texts = [list(make(steps)(prompts, n, seed=1)) for steps in (1, 4, 16)]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) == n
     # A row that has stopped gives no more, and when all have, that is the end.
     stopped = list(generator(prompts, n, stop=frozenset((new[0][1], new[1][3]))))
     assert [ids[0] for ids in stopped][1:] == [None] * (len(stopped) - 1) and stopped[-1] == [None, None]

@@ -81,7 +81,7 @@ class Sampling:
 
 
 class State(eqx.Module):
-    """What goes from call to call: the newest tokens, the last of each row, the cache, and the randomness."""
+    """The new tokens of a call, and what the next call takes: the last of them, the cache and the random key."""
 
     tokens: Int[Array, "batch new"]
     last: Int[Array, " batch"]
@@ -119,7 +119,7 @@ class Generator:
                 f"the model was made. Got {context:,}."
             )
         if steps < 1:
-            raise ValueError(f"`--steps` must be at least 1, the tokens of a call. Got {steps}.")
+            raise ValueError(f"`--steps` must be at least 1. Got {steps}.")
         self.config, self.context, self.steps = model.config, context, steps
         layout = {"per_channel": _suits_channels(cache), "stacked": not isinstance(model.layers, list)}
         self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, **layout)
@@ -163,7 +163,10 @@ class Generator:
         return self._read(self.arrays, jnp.asarray(ids), lengths, cache, jr.key(seed))
 
     def step(self, state: State) -> State:
-        """Starts to compute the next tokens of each row, and does not wait for them. Donates the cache."""
+        """Starts to compute the next tokens of each row, and does not wait for them.
+
+        Donates the cache: of the old state only the tokens may be read afterwards.
+        """
         return self._step(self.arrays, state.last, state.cache, state.key)
 
     def __call__(
@@ -172,17 +175,25 @@ class Generator:
         """Gives the next token of each prompt, until there are `tokens`, or all have stopped; `None` for those."""
         self._check(prompts, tokens)
         state = self.start(prompts, seed)
-        done = np.zeros(len(prompts), bool)
-        while tokens > 0:
+        stopped = np.zeros(len(prompts), bool)
+
+        def tokens_of(now: np.ndarray) -> list[int | None]:
+            np.logical_or(stopped, np.isin(now, list(stop)), out=stopped)
+            return [None if ended else int(token) for token, ended in zip(now, stopped, strict=True)]
+
+        yield tokens_of(np.asarray(state.last))  # before the steps are compiled
+        left = tokens - 1
+        if left > 0 and not stopped.all():
+            state = self.step(state)
+        while left > 0 and not stopped.all():
             new = state.tokens
-            tokens -= new.shape[1]
-            if tokens > 0:
-                state = self.step(state)
-            for now in np.asarray(new).T[: new.shape[1] + min(tokens, 0)]:
-                done |= np.isin(now, list(stop))
-                yield [None if ended else int(token) for token, ended in zip(now, done, strict=True)]
-                if done.all():
+            if left > self.steps:
+                state = self.step(state)  # computes while the new tokens are read
+            for now in np.asarray(new).T[:left]:
+                yield tokens_of(now)
+                if stopped.all():
                     return
+            left -= self.steps
 
     def cache_nbytes(self, batch: int) -> int:
         return eqq.tree_nbytes(eqx.filter_eval_shape(self.empty, batch))
@@ -277,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--ids", action="store_true", help="prompts and texts are numbers of tokens")
     add("--tokens", type=int, default=64, help="how many to generate at most (default 64)")
     add("--context", type=int, help="places in the cache; by default as many as needed")
-    add("--steps", type=int, default=4, help="tokens of a call, which come together (default 4): more take less time")
+    add("--steps", type=int, default=4, help="how many tokens are computed at a time (default 4); more are faster")
     add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     add("--top-k", type=int, default=0, help="chooses among so many; 0 for all")
     add("--top-p", type=float, default=1.0, help="chooses among the likeliest that have this probability together")
@@ -341,11 +352,14 @@ def run(options: argparse.Namespace) -> list[list[int]]:
                 shown = so_far
     print("" if alone else "\n---\n".join(map(text.decode, texts)))
 
-    steps = times[generate.steps :]  # to the first one, prompts were read; to the next, the step was compiled
-    seconds = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else float("nan")
+    # The first token came with the prompt, and the step was compiled for the next ones. Those of a call come together.
+    calls = times[generate.steps :: generate.steps]
+    speed = "-"
+    if len(calls) > 1:
+        speed = f"{len(prompts) * generate.steps * (len(calls) - 1) / (calls[-1] - calls[0]):.1f}"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(
-        f"[{len(prompts) / seconds:.1f} tokens/s; first token after {times[0] - loaded:.1f} s; loaded in "
+        f"[{speed} tokens/s; first token after {times[0] - loaded:.1f} s; loaded in "
         f"{loaded - began:.1f} s; weights {_size(eqq.tree_nbytes(model))}, cache of {context:,} tokens "
         f"{_size(generate.cache_nbytes(len(prompts)))}, at most {_size(peak)}]",
         file=sys.stderr,

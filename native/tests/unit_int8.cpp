@@ -477,6 +477,17 @@ void add_registers() {
       const std::string name = to_string(bits) + " bits, blocks of " + to_string(block);
       by_methods("registers/scales of rows too/" + name, form, kSignedCodes);
     }
+  // Scales of one and two bytes, for which a few rows or none have room.
+  for (const int kind : {kScaleFloat16, kScaleE4M3})
+    for (const int64_t block : {16, 32, 64, 128})
+      for (const int64_t k : {1024, 4608, 16384}) {
+        Form form = integers(4);
+        form.k = k;
+        form.block = block;
+        form.scale_kind = kind;
+        const std::string name = "kind " + to_string(kind) + ", blocks of " + to_string(block) + ", k " + to_string(k);
+        by_methods("registers/" + name, form, kSignedCodes);
+      }
 }
 
 }  // namespace

@@ -14,8 +14,7 @@ struct Int8OneRow {
   using F = typename V::F;
   static constexpr int L = V::L;
 
-  static constexpr int64_t kScaleCodes = 4096;   // of a row, whose scales are decoded at a time
-  static constexpr int64_t kScalesOfRows = 512;  // of several rows, which are decoded at a time
+  static constexpr int64_t kScaleCodes = 4096;  // of a row, whose scales are decoded at a time
 
   // Whether all vectors of codes are whole blocks or parts of one, with sums by lanes.
   EQQ_INLINE bool in_registers(const Int8Problem& q, const Runs& r) {
@@ -67,7 +66,7 @@ struct Int8OneRow {
 
   // Sums of scaled products of `kRegisterRows` rows in blocks: `kBlocks` in a vector, or with 0 one in several vectors.
   // The rows share what is loaded of `x`. Rows past `count` are the last one again. `decoded`: the scales of the rows,
-  // one row's behind another's; or null.
+  // one row's behind another's; or null, then they are decoded here, a step at a time.
   template <int kBits, bool kLookUp, int kBlocks, bool kZero>
   static void many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count,
                           const uint8_t* x, const int32_t* lanes, const float* decoded, I table, float* out) {
@@ -157,18 +156,21 @@ struct Int8OneRow {
       several_scales = zero ? many_scales<kBits, kLookUp, 4, true> : many_scales<kBits, kLookUp, 4, false>;
     const int64_t weight = first_row(&p, batch);
     if (r.count > 1) {
-      // Float scales are read where they lie if a vector has one, since several are read four at a time. Others are
-      // decoded for as many rows as have room, and the next ones fetched.
+      // Float32 scales are read where they lie, unless a vector has several: those are loaded four at a time, also past
+      // the end. Others are decoded for `held` rows, as many as have room, while the next ones are prefetched. With
+      // scales of rows, or too many blocks, `many_scales` decodes them.
       const bool direct = p.scale_kind == kScaleFloat32 && p.row_scale == nullptr && r.size >= 64;
-      const int64_t held = direct || p.row_scale != nullptr ? 0 : kScalesOfRows / p.blocks & -V::kRegisterRows;
+      constexpr int64_t kRoom = 256 * V::kRegisterRows;
+      const int64_t held = direct || p.row_scale != nullptr ? 0 : kRoom / p.blocks & -V::kRegisterRows;
       const int64_t scales_of_row = p.blocks * scale_bytes(p.scale_kind);
-      float room[kScalesOfRows + 4];
+      float room[kRoom + 4];
       for (int64_t n = first; n < first + count; n += V::kRegisterRows) {
         const int64_t rows = min64(V::kRegisterRows, first + count - n), at = held > 0 ? (n - first) % held : 0;
         const float* decoded = held > 0 ? room + at * p.blocks : nullptr;
         if (direct) decoded = static_cast<const float*>(p.scale) + (weight + n) * p.blocks;
         if (held > 0 && at == 0) V::scales(&p, weight + n, 0, min64(held, first + count - n) * p.blocks, room);
-        const char* later = static_cast<const char*>(p.scale) + (weight + n + held) * scales_of_row;
+        const char* later =
+            static_cast<const char*>(p.scale) + (weight + n + max64(held, V::kRegisterRows)) * scales_of_row;
         for (int64_t i = 0; i < V::kRegisterRows * scales_of_row; i += 64) __builtin_prefetch(later + i);
         float sums[V::kRegisterRows];
         several_scales(p, r, v, weight + n, rows, x, lanes, decoded, table, sums);

@@ -51,12 +51,9 @@ struct Int8Prepare {
         for (int64_t i = 0; i < rows; ++i) {
           const int64_t m = first + i;
           int8_t codes[256];
-          if (count < room) memset(codes, 0, room);
-          if (m < p.m && count > 0) {
+          if (count < room || m >= p.m) memset(codes, 0, room);
+          if (m < p.m && count > 0)
             X::read_codes(*problem, batch * p.x_batch + m * p.x_row + (start + at) * p.x_column, count, all[i], codes);
-          } else {
-            memset(codes, 0, count);
-          }
           if (m == ones) memset(codes, 1, count);
           int32_t sum = 0;
           for (int64_t j = 0; j < room; ++j) sum += codes[j];
@@ -96,10 +93,11 @@ struct Int8Prepare {
     }
   }
 
+  // The sum of four signed bytes.
   EQQ_INLINE int32_t sum_of_four(const uint8_t* codes) {
     uint32_t word;
     memcpy(&word, codes, 4);
-    word ^= 0x80808080;  // so that no byte has a sign
+    word ^= 0x80808080;  // adds 128 to each, so that none is negative
     const uint32_t pairs = (word & 0xff00ff) + (word >> 8 & 0xff00ff);
     return static_cast<int32_t>((pairs & 0xffff) + (pairs >> 16)) - 4 * 128;
   }

@@ -7,7 +7,7 @@ namespace {
 
 template <class V>
 struct Int8X {
-  // `count` floats of `x`, of whatever type: where they lie, if that is one after the other, or in `out`.
+  // Returns `count` floats of `x`: where they lie if they are float32 and contiguous, or else converted, in `out`.
   static const float* read_floats(const Problem& p, int64_t at, int64_t count, float* out) {
     if (p.x_type == kFloat32) {
       const float* x = static_cast<const float*>(p.x) + at;

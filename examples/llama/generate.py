@@ -182,10 +182,10 @@ class Generator:
             return [None if ended else int(token) for token, ended in zip(now, stopped, strict=True)]
 
         yield tokens_of(np.asarray(state.last))  # before the steps are compiled
-        left = tokens - 1
-        if left > 0 and not stopped.all():
-            state = self.step(state)
-        while left > 0 and not stopped.all():
+        if tokens == 1 or stopped.all():
+            return
+        state = self.step(state)
+        for left in range(tokens - 1, 0, -self.steps):
             new = state.tokens
             if left > self.steps:
                 state = self.step(state)  # computes while the new tokens are read
@@ -193,7 +193,6 @@ class Generator:
                 yield tokens_of(now)
                 if stopped.all():
                     return
-            left -= self.steps
 
     def cache_nbytes(self, batch: int) -> int:
         return eqq.tree_nbytes(eqx.filter_eval_shape(self.empty, batch))

@@ -77,7 +77,8 @@ struct Int8Prepare {
     // The row ends in whole vectors.
     const int64_t rest = row_codes(r) - r.padded;
     for (int64_t i = 0; i < rows; ++i) memset(x + (i * row_codes(r) + r.padded) * W::kBytes, 0, rest * W::kBytes);
-    if (W::kCorrects && by_lanes(r)) {
+    if constexpr (W::kCorrects) {
+      if (!by_lanes(r)) return;
       int32_t* lanes = reinterpret_cast<int32_t*>(shared + d.lanes) + batch * rows * W::lane_vectors(r) * L;
       for (int64_t i = 0; i < rows; ++i) lane_sums(r, factor, x + i * row_codes(r), lanes + i * W::lane_vectors(r) * L);
     }

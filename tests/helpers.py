@@ -214,12 +214,12 @@ def temp_bytes(f: Callable[..., Any], *args: Any) -> int:
 def weights(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
     """Normally distributed values. NumPy draws them: of all programs, random ones take longest to compile."""
     draw = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-    return jnp.asarray(draw.standard_normal(shape, np.float32).astype(dtype))
+    return jax.device_put(draw.standard_normal(shape, np.float32).astype(dtype))  # `asarray` compiles a program
 
 
 def heavy_tailed(shape: tuple[int, ...], seed: int = 0, freedom: float = 3.0) -> jax.Array:
     """Draws from a t distribution, in NumPy: the program of `jax.random.t` takes a second to compile."""
-    return jnp.asarray(np.random.default_rng(seed).standard_t(freedom, shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).standard_t(freedom, shape).astype(np.float32))
 
 
 @eqx.filter_jit

@@ -98,6 +98,7 @@ def test_static_scales_of_a_stack(getkey):
     np.testing.assert_allclose((q.weight @ x.T)[1], second_layer @ x.T, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_static_scales_by_hand(getkey):
     """A scale and a zero point for each layer; views of the weight keep them, or quantize no activations."""
     w, x = eqq.quantize(weights(getkey(), (2, 5, 64)), "int8"), weights(getkey(), (2, 3, 64))
@@ -227,6 +228,7 @@ def test_unreached_layers_are_an_error(getkey):
     assert (jnp.abs(q @ x.T) > 0).any(axis=(1, 2)).all()
 
 
+@pytest.mark.long
 def test_bad_statistics(getkey, model):
     x = weights(getkey(), (8, 32))
     with pytest.raises(ValueError, match="layers.0.weight: `scale` must be positive"):

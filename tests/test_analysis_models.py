@@ -534,6 +534,7 @@ def test_plots(reports):
     assert ("matplotlib.pyplot" in sys.modules) == imported
 
 
+@pytest.mark.long
 def test_the_plot_of_sensitivities_names_every_format(model, batch):
     pytest.importorskip("matplotlib")
     report = analysis.sensitivity(model, squared_distance, batch, ("int2", "nf4", "int8"))

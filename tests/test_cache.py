@@ -225,6 +225,7 @@ def test_vmap(way):
     np.testing.assert_allclose(jax.jit(jax.vmap(attend))(mapped, queries), attend(whole, queries), atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["int8", "int4 per channel"])
 def test_sharded_heads(way):
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))

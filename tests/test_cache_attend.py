@@ -75,6 +75,7 @@ def tolerance(dtype):
 OPTIONS = [{}, {"sliding_window": 2}, {"soft_cap": 0.5, "scale": 2.0}, {"sliding_window": 30, "soft_cap": 50.0}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", mark_slow(4, CACHES))
 def test_attention_equals_a_softmax_over_the_tokens_that_are_seen(way):
     cache = filled(way)
@@ -100,6 +101,7 @@ def test_scores_beyond_float16_are_numbers(keys):
         np.testing.assert_allclose(np.asarray(found, np.float32), 25, rtol=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["float", "int8", "float, window"])
 def test_a_token_that_sees_nothing_is_zero(way):
     """As in padding, left or right: neither NaN, nor a gradient that is NaN, nor what empty places hold."""

@@ -125,6 +125,7 @@ def test_min_max_equals_the_reference(name, x, bits, symmetric):
     assert golden["zero_point"] == (0 if symmetric else int(result.zero_point))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, x",
     [
@@ -403,6 +404,7 @@ def test_uint64_arithmetic():
     close(split(numbers).to_float(), numbers, 3e-7)
 
 
+@pytest.mark.long
 def test_percentiles_clip_outliers():
     x = weights(jr.key(0), (100_000,)).at[7].set(1e6)
     wide, narrow = (kind().update(x).result() for kind in (MinMax, Percentile))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+import pytest
 
 import eqquant as eqq
 
@@ -84,6 +85,7 @@ CLOSE = {
 }
 
 
+@pytest.mark.long
 def test_results_do_not_depend_on_the_sizes_of_parts(tmp_path, monkeypatch):
     w, gram = weight(), compute_gram(inputs())
 

@@ -113,6 +113,7 @@ def test_convert_keeps_bits(run, checkpoint, tmp_path):
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_one_array_at_a_time(checkpoint, tmp_path):
     made, alive = [], []
 
@@ -209,6 +210,7 @@ def test_a_budget_knows_roles_of_skipped_weights(run, tmp_path):
     assert bits["tied"] > bits["head"]
 
 
+@pytest.mark.long
 def test_a_budget_counts_the_weights_of_rules(run, checkpoint, tmp_path):
     options = ("--budget", 6.0, "--rule", "layers.0.proj.weight=int8")
     run("quantize", checkpoint, tmp_path / "out.safetensors", *options)

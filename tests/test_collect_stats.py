@@ -47,6 +47,7 @@ def batches(*shape):
 # Layers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [None, "int8", "nf4"])
 def test_linear_layers(format):
     model = eqx.nn.MLP(6, 3, 16, 2, key=jr.key(0))
@@ -112,6 +113,7 @@ def test_convolutions(name):
         close(kernels @ leaf.mean * positions, linear.sum(axis=rest), 1e-4)
 
 
+@pytest.mark.long
 def test_the_patches_of_a_convolution():
     # By hand: every window of every example.
     layer, data = eqx.nn.Conv1d(2, 5, 3, key=jr.key(0)), batches(2, 9)
@@ -141,6 +143,7 @@ def test_a_network_of_convolutions():
         check(stats["layers.4.weight"], jnp.concatenate([jax.vmap(model[:4])(x) for x in data]))
 
 
+@pytest.mark.long
 def test_attention_and_recurrent_cells():
     attention = eqx.nn.MultiheadAttention(2, 8, key=jr.key(0))
     data = [normal(4, 5, 8), normal(2, 5, 8, seed=1)]
@@ -162,6 +165,7 @@ def test_attention_and_recurrent_cells():
 # Ways to use a weight
 
 
+@pytest.mark.long
 def test_both_sides_of_the_product():
     w, data = normal(6, 4), [normal(5, 6, seed=1), normal(2, 6, seed=2)]
     rows = np.concatenate(data)
@@ -336,6 +340,7 @@ def test_gradients_in_the_place_of_inputs(monkeypatch, most_rows, count):
     assert collect_stats(weights, data, apply=one_output, gradients=True)["first"].gram is None
 
 
+@pytest.mark.long
 def test_gradients_of_stacks_and_shared_weights():
     layers, data = normal(2, 4, 4), [normal(4, seed=n) for n in range(3, 9)]
 
@@ -408,6 +413,7 @@ def test_a_custom_convolution():
 # Transformations
 
 
+@pytest.mark.long
 def test_stacked_layers_under_scan():
     stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(8, 8, key=key))(jr.split(jr.key(0), 3))
     data = batches(8)
@@ -443,6 +449,7 @@ def test_groups_of_stacked_layers():
             x = step(x, layer)[0]
 
 
+@pytest.mark.long
 def test_ensembles():
     ensemble = eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 2, 8, 1, key=key))(jr.split(jr.key(0), 3))
     data, each = batches(4), normal(3, 6, 4)
@@ -462,6 +469,7 @@ def test_ensembles():
         close(stats["layers.0.weight"].mean[n], each[n].mean(axis=0))
 
 
+@pytest.mark.long
 def test_stacked_convolutions():
     stack = eqx.filter_vmap(lambda key: eqx.nn.Conv1d(2, 2, 3, padding=1, key=key))(jr.split(jr.key(0), 2))
     data = batches(2, 6)

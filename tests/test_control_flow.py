@@ -152,6 +152,7 @@ def add_products(carry):
     return (*add_product(*carry[:2]), carry[2] + 1)
 
 
+@pytest.mark.long
 def test_one_body_for_several_structures(getkey):
     """JAX keeps a body that it has traced. So what belongs to the structure of a weight may not be kept with it."""
     stack, x = weights(getkey(), (3, 64, 64)) / 8, weights(getkey(), (64,))

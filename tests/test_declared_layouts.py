@@ -28,6 +28,7 @@ def gptq_tensors(stored, bits=4, out=32):
     }
 
 
+@pytest.mark.long
 def test_autoround_stores_zero_points_in_two_ways(tmp_path):
     rng = np.random.default_rng(0)
     for bits in (2, 3, 4, 8):

@@ -58,6 +58,7 @@ def round_by_amax(x, kind, largest):
     return (np.round(codes) if dtype is None else codes.astype(dtype)).astype(np.float64) * np.float64(scale)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("format", "kinds"), [("fp8", ("e4m3", "e4m3", "e5m2")), ("int8", ("int8",) * 3)])
 def test_steps_equal_numpy(operands, format, kinds):
     """The three products of each step, whose operands grow and shrink, and the history; with a margin."""
@@ -222,6 +223,7 @@ def test_amax_of_several_uses_adds_up(operands):
     np.testing.assert_allclose(observe_amax(twice, delayed(w)), magnitudes(3 * x, 2 * w, 2 * dy), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_forward_mode_and_second_order(operands):
     x, w, dy = operands
     model = delayed(w, "int8", magnitudes(x, w, dy))
@@ -408,6 +410,7 @@ def test_training_a_model(whole):
 # Models
 
 
+@pytest.mark.long
 def test_models(operands, tmp_path):
     _, w, _ = operands
     model = Network(jr.key(0))

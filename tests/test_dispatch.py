@@ -355,6 +355,7 @@ def test_symbolic_rows_take_xla():
     assert name == "xla" and ("never fuses a decode" in why or native.isa() == "generic")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("x_format, w_format", [("nvfp4", "mxfp4"), ("fp8", "fp8")])
 def test_activations_in_small_floats(getkey, x_format, w_format):
     """The factor of a row multiplies results, where codes are exact in bfloat16 without it."""

@@ -166,6 +166,7 @@ def test_blocks(capsys):
     assert "block 3 of 3, pass 1" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_block_gets_what_the_trained_blocks_before_it_return(capsys):
     model = eqx.nn.Sequential([eqx.nn.Linear(16, 16, key=jr.key(n)) for n in range(2)])
     q, x = eqq.quantize_tree(model, eqq.Int2(16)), list(weights(jr.key(2), (2, 32, 16)))

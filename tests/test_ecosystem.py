@@ -44,6 +44,7 @@ def test_plain(names):
     np.testing.assert_allclose(np.asarray(names["y"]), np.asarray(y), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("title", NEEDS)
 @pytest.mark.filterwarnings("ignore")  # of these libraries
 def test_every_section_of_the_page_runs(names, title):

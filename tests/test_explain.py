@@ -45,6 +45,7 @@ def roles(explanation):
     return {weight.path: weight.roles for weight in explanation.weights}
 
 
+@pytest.mark.long
 def test_floats():
     found = roles(eqq.explain(net(), IDS))
     assert found == {

@@ -148,6 +148,7 @@ def test_training_resumes(getkey, path):
     assert_equal_trees(step(*resumed), step(*now))
 
 
+@pytest.mark.long
 def test_adapters_simulation_and_gradients(getkey, path):
     model = mlp(getkey())
     lora = eqq.loraify(eqq.quantize_tree(model, "nf4"), rank=2, key=getkey())

@@ -119,6 +119,7 @@ def test_levels_of_each_code(name):
     np.testing.assert_array_equal(levels, format.decode(jnp.arange(2**format.bits, dtype=jnp.uint8)))
 
 
+@pytest.mark.long
 def test_codes_of_too_many_bits():
     class _Long(eqq.extend.AbstractFormat):
         top: int = eqx.field(static=True)

@@ -71,6 +71,7 @@ def test_files_for_other_libraries(path):
     assert_holds({name: checkpoint[name] for name in checkpoint}, path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("folder", sorted(FOLDER.iterdir()), ids=lambda folder: folder.name)
 def test_shards_and_files_from_equinox(folder):
     expected = folder / "shards.npz"

@@ -88,6 +88,7 @@ def test_order_and_scales_lower_the_error():
     assert of(method=eqq.MSE()) < of()
 
 
+@pytest.mark.long
 def test_codes_computed_by_hand(monkeypatch):
     """Against the same steps in float64, one column at a time, with an explicit inverse; for any multiple of it."""
     monkeypatch.setattr(gptq, "WIDTH", 40)  # three parts, the last of which is shorter
@@ -193,6 +194,7 @@ def test_rows_make_up_for_errors_by_hand(rows):
         left[rest] -= change
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [eqq.Int2(32), eqq.Int4(32, symmetric=False), eqq.NF4(), eqq.formats.Trellis(2)])
 def test_rows_lower_the_error_of_all_outputs(format):
     # Without native kernels the search of a trellis takes long.
@@ -291,6 +293,7 @@ def test_a_model(tower):
     assert "by GPTQ" in str(eqq.plan_tree(model, "int4", method=eqq.GPTQ(stats)))
 
 
+@pytest.mark.long
 def test_plans_take_methods_with_statistics(tower):
     model, ids, stats = tower
     wanted = outputs(model, ids)

@@ -73,6 +73,7 @@ def test_gradients_along_every_axis(axis, getkey):
     assert_close(eqq.filter_grad(f)(q), jax.grad(f)(q.dequantize()), tol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make, shape",
     [
@@ -166,6 +167,7 @@ def test_has_aux_and_keywords(getkey):
     assert aux == 3 and grads.layers[0].weight.shape == (40, 20)
 
 
+@pytest.mark.long
 def test_filter_spec(getkey):
     model, x = eqq.quantize_tree(mlp(getkey()), "int8"), weights(getkey(), (7, 20))
     everything = eqq.filter_grad(loss)(model, x)

@@ -82,6 +82,7 @@ def test_stochastic_rounding_keeps_the_scales():
     assert not eqx.tree_equal(moved.codes, nearest.codes)
 
 
+@pytest.mark.long
 def test_other_formats_fall_back_to_mse():
     x = values((4, 128))
     for format in ("int4", eqq.Int4(symmetric=False)):
@@ -95,7 +96,9 @@ def test_a_prefix_of_whole_groups_does_not_depend_on_the_rest():
     np.testing.assert_array_equal(whole[:, :512], part)
 
 
-@pytest.mark.parametrize("format", ["q2_k", "q4_k", "q4_1", "iq4_xs", "iq2_xs", "int3"])
+@pytest.mark.parametrize(
+    "format", ["q2_k", "q4_k", "q4_1", "iq4_xs", pytest.param("iq2_xs", marks=pytest.mark.slow), "int3"]
+)
 def test_weighs_errors_by_the_inputs(format):
     squares = np.exp(2 * values((256,)))
     x = values((16, 256))

@@ -48,6 +48,7 @@ BASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", BASES)
 def test_value_is_base_plus_product_of_factors(base, getkey):
     w = BASES[base](weights(getkey(), (6, 70)))
@@ -151,6 +152,7 @@ def test_lookup_computes_only_its_rows(getkey):
     assert temp_bytes(lambda x, i: x[i], x, jnp.array([1, 2, 3])) < 2**20
 
 
+@pytest.mark.long
 def test_product_does_not_add_factors_to_the_weight(getkey):
     x = with_factors(eqq.quantize(weights(getkey(), (4096, 4096)), "nf4"), getkey)
     assert temp_bytes(lambda x, v: v @ x.T, x, jnp.ones((4, 4096))) < 2**24
@@ -235,6 +237,7 @@ def train(model, x, steps=30):
     return model, state, losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [None, "nf4", eqq.NF4(double_quant=True)])
 def test_only_factors_are_trained(format, getkey):
     model, x = mlp(getkey()), weights(getkey(), (32, 20))
@@ -328,6 +331,7 @@ def test_merge_warns_of_lost_factors(getkey):
     eqq.merge_lora(eqx.tree_at(lambda m: m.weight.b, adapted, jnp.ones((64, 4))))
 
 
+@pytest.mark.long
 def test_merge_with_statistics_keeps_the_gain(getkey):
     layer, adapted, x = train_shortly(getkey)
     dense = eqq.merge_lora(adapted, dense=True)
@@ -405,6 +409,7 @@ def test_factors_are_saved_and_loaded(getkey, tmp_path):
     np.testing.assert_array_equal(np.asarray(again.layers[0].weight), np.asarray(model.layers[0].weight))
 
 
+@pytest.mark.long
 def test_gradients_as_updates_are_refused(getkey):
     """`optax.masked` passes on gradients of biases, norms and float weights, along which they would climb the loss."""
     model = eqx.nn.Sequential([eqx.nn.Linear(8, 64, key=getkey()), eqx.nn.LayerNorm(64)])

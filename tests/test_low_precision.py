@@ -54,6 +54,7 @@ def operands(getkey):
 slow = ft.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fp8_tensor", *map(slow, ("int8", "fp8", "mxfp8", "int8_affine", "nvfp4"))])
 def test_the_three_products(operands, name):
     (x, w, dy), (forward, gradient) = operands, PAIRS[name]

@@ -484,7 +484,7 @@ def test_merging_and_planning_take_a_method():
 
 
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("columns", [64, 4096])
+@pytest.mark.parametrize("columns", [64, pytest.param(4096, marks=pytest.mark.slow)])
 def test_nan_never_becomes_a_number(contract_row, columns, jit):
     """Whatever shares the outermost scale of a NaN or an infinity is NaN; everything else is as without it."""
     format = contract_row.format

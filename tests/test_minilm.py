@@ -48,6 +48,7 @@ def model(minilm: ModuleType) -> Any:
     return minilm.load_model()
 
 
+@pytest.mark.long
 def test_token_ids(golden: list[dict[str, Any]], tokens: tuple[Array, Array]) -> None:
     ids, mask = tokens
     assert ids.shape == mask.shape == (3, 32)

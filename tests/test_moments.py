@@ -56,6 +56,7 @@ def test_quantized_adam_is_near_float_adam():
     assert eqq.tree_nbytes(quantized) < eqq.tree_nbytes(state) * 0.26
 
 
+@pytest.mark.long
 def test_second_moments_are_never_in_even_levels():
     # Which would round small ones to zero, and be divided by.
     distances, state = minimize(eqq.quantize_state(optax.adam(2e-2), eqq.Int8(block_size=256)))

@@ -29,6 +29,7 @@ def net(getkey):
 MESSAGE = r"`up.weight`, float32\[64,96\] in NF4\(\), at .*test_no_dense.py:\d+ in __call__: `return jnp.matmul\(self"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True])
 def test_names_leaf_line_and_remedy(net, compiled):
     run = eqx.filter_jit(Net.__call__) if compiled else Net.__call__

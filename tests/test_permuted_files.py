@@ -30,6 +30,7 @@ def path(tmp_path):
     return tmp_path / "model.safetensors"
 
 
+@pytest.mark.long
 def test_into_every_kind_of_template(weight, path):
     tree = {"w": weight, "t": weight.T, "b": jnp.ones(8)}
     eqq.save(path, tree)

@@ -188,6 +188,7 @@ MOVES += ["stack", "broadcast", "expand and squeeze", "swapped", "select", "ragg
 BY_VALUE = ["pad", "pad layers"]  # whose rules read a value, which a trace hides
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*its products quantize no activations:UserWarning")
 def test_moves_of_wrappers(arguments):
     """Values alone of each pair, of which a sample of cases would leave out most."""

@@ -35,6 +35,7 @@ def like_the_reference(bits, block_size="tensor", symmetric=True):
     return reference.integer_format(bits, block_size=block_size, symmetric=symmetric, rounding="half_away")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_integers(bits, symmetric):

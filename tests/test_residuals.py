@@ -42,6 +42,7 @@ def gradients(block, x, wrap, **options):
     return eqx.filter_jit(eqx.filter_value_and_grad(loss))((block, x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "way", ["dots", *(pytest.param(way, marks=pytest.mark.slow) for way in ("int8", "int4", "nf4"))]
 )

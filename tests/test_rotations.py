@@ -100,6 +100,7 @@ def close(a, b, tolerance=1e-5):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
 
+@pytest.mark.long
 def test_a_stream_and_a_pair_by_hand():
     """In NumPy: norms that add one to their gains, weights of both orders, and two heads of values for four heads."""
     rng = np.random.default_rng(0)

@@ -233,6 +233,7 @@ def test_runs_the_quantized_matmul(getkey):
     assert primitives(lambda m, x: m(x), simulated, jnp.ones(20)).count("quantized_matmul") == 2
 
 
+@pytest.mark.long
 def test_behaves_as_an_array(getkey):
     w = weights(getkey(), (6, 64))
     s = eqq.quantize_tree({"w": w}, "int4", simulate=True)["w"]
@@ -322,6 +323,7 @@ def test_abstract_arrays(getkey):
 # Learned scales
 
 
+@pytest.mark.long
 def test_gradients_of_learned_scales(getkey):
     """Against the formulas of LSQ, for the logarithm of each scale: rounded minus value, or the end where it clips."""
     w, x, dy = weights(getkey(), (4, 64)), weights(getkey(), (6, 64)), weights(getkey(), (6, 4))
@@ -352,6 +354,7 @@ def test_gradients_of_learned_scales(getkey):
     close(w_grad.log_factor, (dx * x_slope).sum() / np.sqrt(64 * 255))
 
 
+@pytest.mark.long
 def test_gradients_of_learned_scales_of_short_rows(getkey):
     """A row of 20 values has no whole block of 32: the gradient is divided by the root of 20 times the last level."""
     rows = weights(getkey(), (3, 20))

@@ -141,6 +141,7 @@ def test_stacks(stats):
     close(run(eqq.quantize_tree(kept, "int8"), inputs()), run(stacked, inputs()), 0.05)
 
 
+@pytest.mark.long
 def test_smoothquant_is_the_formula(model, stats):
     w, x = np.asarray(model.layers[0].down.weight), stats["layers.0.down.weight"]
     largest = np.maximum(-x.min, x.max)
@@ -234,6 +235,7 @@ def test_channels_of_heads():
     np.testing.assert_array_equal(fold.to_outputs(pooled), largest.reshape(-1))
 
 
+@pytest.mark.long
 def test_heads_and_stacks_by_hand():
     """In NumPy: heads that share values share factors, by their largest or their mean, and each layer has its own."""
     rng = np.random.default_rng(0)

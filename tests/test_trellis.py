@@ -49,6 +49,7 @@ def test_decoding_by_hand(bits):
         np.testing.assert_array_equal(trellis.decode(jnp.asarray(row), bits, length), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", BITS)
 def test_scales_balance_clipping_and_rounding(bits):
     """Of 13 scales the one of least error, which is estimated for normal values that are not clipped."""

@@ -423,6 +423,7 @@ def test_quantize_sequentially_warns_too(method):
     assert not eqx.tree_equal(q.linear, wanted.linear)
 
 
+@pytest.mark.long
 def test_smooth_leaves_unused_weights_alone():
     model = Added()
     stats = collect_stats(model, tokens(), gram=True)

@@ -239,6 +239,7 @@ def test_the_plan_says_that_the_inputs_of_a_kernel_are_not_known(kernel, bias):
     assert given.axis == -2 and given.reason == "a weight"
 
 
+@pytest.mark.long
 def test_factors_beside_kernels():
     params = {"embed": {"embedding": normal(10, 8)}, "dense": {"kernel": normal(8, 16), "bias": normal(16)}}
     lora = eqq.loraify(eqq.quantize_tree(params, "int8"), 2, key=jax.random.key(0))
@@ -321,6 +322,7 @@ NNX = {
 }
 
 
+@pytest.mark.long
 def test_nnx(nnx, nnx_model):
     model = nnx_model(nnx.Rngs(0))
     state = nnx.split(model)[1]
@@ -331,6 +333,7 @@ def test_nnx(nnx, nnx_model):
     assert len(formats) == 5
 
 
+@pytest.mark.long
 def test_stacked_nnx(nnx, nnx_model):
     @nnx.vmap
     def make(key):
@@ -349,6 +352,7 @@ def test_quantized_nnx_runs(nnx, nnx_model):
     np.testing.assert_allclose(nnx.merge(graph, q)(x), model(x), atol=0.1)
 
 
+@pytest.mark.long
 def test_scanned_linen(linen):
     class Block(linen.Module):
         @linen.compact

@@ -188,6 +188,7 @@ def test_a_weight_of_bitsandbytes_in_one_row(tmp_path, shape, axis):
     np.testing.assert_array_equal(read.dequantize(), q.dequantize())
 
 
+@pytest.mark.long
 def test_a_model_under_other_names(tmp_path):
     model = eqq.quantize_tree(eqx.nn.MLP(64, 32, 128, 2, key=jr.key(0)), "q8_0")
     name_of = lambda path: None if "bias" in path else f"blk.{path.split('.')[1]}.ffn.weight"
@@ -242,6 +243,7 @@ def test_strided_and_big_endian_arrays(tmp_path):
 # GGUF
 
 
+@pytest.mark.long
 def test_a_file_of_gguf_is_written_again_as_it_was(tmp_path):
     golden = eqq.io.open(GOLDEN / "model.gguf")
     names = [row.name for row in golden.rows if row.problem is None]
@@ -296,6 +298,7 @@ def settings_of(checkpoint, name):
     return {key: value for key, value in (about | own).items() if not isinstance(value, dict)}
 
 
+@pytest.mark.long
 def test_checkpoints_of_libraries_are_written_again_as_they_were(tmp_path, monkeypatch):
     """The tensors that the library itself wrote, byte by byte, and its words in `config.json`."""
     monkeypatch.setattr(_layout, "_CHUNK", 1)  # so that rows are written one by one

@@ -63,6 +63,7 @@ def test_dtypes(getkey, name, xdtype, wdtype, tol, transpose):
     assert y.dtype == x.dtype and error(y, x, q, transpose) < tol
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [2**21, 2**12])
 def test_batches(getkey, monkeypatch, limit):
     monkeypatch.setattr(xla_cpu, "ROWS_BYTES", limit)

@@ -211,6 +211,10 @@ def check_dtype(dtype: DTypeLike | None) -> None:
         )
 
 
+# NumPy is done with so few values in host memory before XLA has compiled a program for their shape.
+_FEW = 2**16
+
+
 def check_finite(x: Array, name: str = "`x`") -> None:
     """Raises if an array holds a NaN or an infinity, unless it is traced."""
     if is_known_not_finite(x):
@@ -224,6 +228,8 @@ def is_known_not_finite(x: Array) -> bool:
         return False
     with compute_now():  # `x` may be a constant inside a traced function
         on_one_device = isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 and explicit_mesh(x) is None
+        if on_one_device and x.size <= _FEW and x.dtype == jnp.float32 and x.device.platform == "cpu":
+            return not np.isfinite(np.asarray(x)).all()
         if on_one_device and x.ndim > 0 and x.size > 0 and x.dtype == jnp.float32:
             # A mark for each row: XLA is slow to compile their reduction to one value.
             marks = _mark_rows(x)

@@ -15,6 +15,16 @@ struct Int8OneRow {
   static constexpr int L = V::L;
 
   static constexpr int64_t kScaleCodes = 4096;  // of a row, whose scales are decoded at a time
+  static constexpr bool kWide = L == 16;        // multiplies so fast that prefetches fill what L1 may wait for
+
+  // Prefetches codes to L2, or to L1 if they have room there.
+  EQQ_INLINE void prefetch(const uint8_t* w, bool near) {
+    if (near) {
+      __builtin_prefetch(w);
+    } else {
+      __builtin_prefetch(w, 0, 2);
+    }
+  }
 
   // Whether all vectors of codes are whole blocks or parts of one, with sums by lanes.
   EQQ_INLINE bool in_registers(const Int8Problem& q, const Runs& r) {
@@ -36,7 +46,7 @@ struct Int8OneRow {
     for (; s + kTogether <= segments; s += kTogether) {
 #pragma GCC unroll 4
       for (int j = 0; j < kTogether; ++j) {
-        __builtin_prefetch(w + 64 * (s + j) + kAhead);
+        prefetch(w + 64 * (s + j) + (kWide ? kFar : kAhead), !kWide);
         const I bytes = V::load_int(w + 64 * (s + j));
 #pragma GCC unroll 8
         for (int i = 0; i < kPlanes; ++i) {
@@ -75,7 +85,7 @@ struct Int8OneRow {
     const int64_t per = kBlocks > 0 ? 1 : r.size / 64, step = round_up(kScaleCodes, r.size * kPlanes);
     // The next rows, as they lie in memory: a line of each in turn would double the time where the weight is not
     // cached.
-    const int64_t ahead = max64(kNear, kRows * p.words);
+    const int64_t ahead = max64(kWide ? kFar : kNear, kRows * p.words);
     float room[kRows * kRoom];
     int32_t offset[kRows][kZero ? kRoom : 1];
     const float* scale[kRows];
@@ -101,12 +111,7 @@ struct Int8OneRow {
         I bytes[kRows];
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i) {
-          const uint8_t* later = w[0] + 64 * (s * kRows + i) + ahead;
-          if (ahead == kNear) {
-            __builtin_prefetch(later);
-          } else {
-            __builtin_prefetch(later, 0, 2);  // to L2
-          }
+          prefetch(w[0] + 64 * (s * kRows + i) + ahead, ahead == kNear);
           bytes[i] = V::load_int(w[i] + 64 * s);
         }
 #pragma GCC unroll 8

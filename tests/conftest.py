@@ -26,10 +26,10 @@ jax.config.update("jax_traceback_in_locations_limit", 0)  # programs without lin
 # Other processes that tests start compile sooner too.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-# The older emitter of fusions compiles them in half the time. JAX 0.12 lacks it, and an unknown flag ends the process.
-if jaxlib.version.__version_info__ < (0, 12):
+# The older emitter of fusions compiles them in half the time. JAX 0.11.2 has none, and stops at an unknown flag.
+if jaxlib.version.__version_info__ < (0, 11):
     flags = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 
 COMPILED = pytest.StashKey[list]()
 OPTIMIZED = pytest.StashKey[bool]()

@@ -75,7 +75,6 @@ def tolerance(dtype):
 OPTIONS = [{}, {"sliding_window": 2}, {"soft_cap": 0.5, "scale": 2.0}, {"sliding_window": 30, "soft_cap": 50.0}]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("way", mark_slow(4, CACHES))
 def test_attention_equals_a_softmax_over_the_tokens_that_are_seen(way):
     cache = filled(way)

@@ -83,14 +83,17 @@ def test_not_finite(w, value, dtype):
         eqq.quantize_tree({"layers": [w, bad]})
 
 
-def test_not_finite_under_debug_nans():
-    bad = jnp.ones((2, 64)).at[1, 2].set(jnp.inf)
+@pytest.mark.parametrize("rows", [2, 1025])
+def test_not_finite_under_debug_nans(rows):
+    """NumPy reads arrays of up to 65,536 values, and a compiled program reads larger ones."""
+    bad = jnp.ones((rows, 64)).at[1, 2].set(jnp.inf)
     with jax.debug_nans(True), pytest.raises(ValueError, match="a must be finite in float32"):
         eqq.quantize_tree({"a": bad}, "int4")
 
 
-def test_a_constant_inside_shard_map():
-    mesh, w = jax.make_mesh((2,), ("data",)), jnp.ones((2, 64))
+@pytest.mark.parametrize("rows", [2, 1026])
+def test_a_constant_inside_shard_map(rows):
+    mesh, w = jax.make_mesh((2,), ("data",)), jnp.ones((rows, 64))
     f = jax.shard_map(lambda x: x @ eqq.quantize(w, "int4").mT, mesh=mesh, in_specs=P(), out_specs=P())
     assert jnp.array_equal(jax.jit(f)(w), w @ eqq.quantize(w, "int4").mT)
 

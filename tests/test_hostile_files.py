@@ -38,7 +38,6 @@ def tensor(begin, end, shape, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-@pytest.mark.long
 def test_truncated_at_every_byte(path):
     eqq.save(path, {"w": eqq.quantize(jnp.ones((2, 64)), "nf4"), "n": 3})
     whole = path.read_bytes()

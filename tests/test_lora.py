@@ -237,7 +237,6 @@ def train(model, x, steps=30):
     return model, state, losses
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("format", [None, "nf4", eqq.NF4(double_quant=True)])
 def test_only_factors_are_trained(format, getkey):
     model, x = mlp(getkey()), weights(getkey(), (32, 20))

@@ -28,7 +28,6 @@ def setting(getkey):
     return model, optim, optim.init(model), eqx.filter_jit(eqq.filter_grad(loss))(model, jnp.ones((2, 20)))
 
 
-@pytest.mark.long
 def test_no_parameters(setting):
     model, optim, state, grads = setting
     with pytest.raises(ValueError, match=r"needs the parameters. Got none. Call `optim.update\(grads, state, model\)`"):

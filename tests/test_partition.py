@@ -49,7 +49,6 @@ FORMATS = ["nf4", "int8", eqq.Int4(symmetric=False), eqq.NF4(double_quant=True),
 each_format = pytest.mark.parametrize("format", mark_slow(2, FORMATS), ids=str)
 
 
-@pytest.mark.long
 @each_format
 def test_tensor_parallel(getkey, mesh, format):
     q, x = eqq.quantize(weights(getkey(), (N, K)), format), weights(getkey(), (M, K))

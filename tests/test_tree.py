@@ -64,7 +64,6 @@ def assert_same_arrays(actual, expected):
 # What is selected
 
 
-@pytest.mark.long
 def test_the_default_plan(model):
     leaves = {leaf.path: leaf for leaf in eqq.plan_tree(model, dtype=jnp.bfloat16).leaves}
     assert {path for path, leaf in leaves.items() if leaf.format == eqq.NF4()} == WEIGHTS

@@ -211,7 +211,7 @@ def check_dtype(dtype: DTypeLike | None) -> None:
         )
 
 
-# NumPy is done with so few values in host memory before XLA has compiled a program for their shape.
+# Up to so many values in host memory, NumPy is quicker than XLA compiles a program for their shape.
 _FEW = 2**16
 
 
@@ -227,10 +227,11 @@ def is_known_not_finite(x: Array) -> bool:
     if isinstance(x, jax.core.Tracer):
         return False
     with compute_now():  # `x` may be a constant inside a traced function
-        on_one_device = isinstance(x, jax.Array) and len(x.sharding.device_set) == 1 and explicit_mesh(x) is None
-        if on_one_device and x.size <= _FEW and x.dtype == jnp.float32 and x.device.platform == "cpu":
+        devices = x.sharding.device_set if isinstance(x, jax.Array) else ()
+        float32_on_one_device = len(devices) == 1 and explicit_mesh(x) is None and x.dtype == jnp.float32
+        if float32_on_one_device and x.size <= _FEW and all(device.platform == "cpu" for device in devices):
             return not np.isfinite(np.asarray(x)).all()
-        if on_one_device and x.ndim > 0 and x.size > 0 and x.dtype == jnp.float32:
+        if float32_on_one_device and x.ndim > 0 and x.size > 0:
             # A mark for each row: XLA is slow to compile their reduction to one value.
             marks = _mark_rows(x)
             # Inside `shard_map` values computed from constants are traced too.

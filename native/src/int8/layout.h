@@ -8,9 +8,9 @@ namespace {
 
 constexpr int64_t kUnitRows = 48;       // of the weight in a unit, at most
 constexpr int64_t kInt8RowBlock = 256;  // rows of `x` for which decoded rows are used
-constexpr int64_t kAhead = 2048;        // bytes of one row of the weight to prefetch to L1
+constexpr int64_t kAhead = 2048;        // bytes ahead to prefetch to L1, of one row of the weight
 constexpr int64_t kNear = 4096;         // bytes ahead that have room in L1
-constexpr int64_t kFar = 8192;          // bytes ahead that have room in L2
+constexpr int64_t kFar = 8192;          // bytes ahead to prefetch to L2
 constexpr int64_t kLargeRun = 512;      // codes of a run, from which on its lanes are added up as integers
 
 constexpr int64_t kRunRoom = kStep / 16 + 16;

@@ -14,12 +14,11 @@ struct Int8OneRow {
   using F = typename V::F;
   static constexpr int L = V::L;
 
-  static constexpr int64_t kScaleCodes = 4096;  // of a row, whose scales are decoded at a time
-  static constexpr bool kWide = L == 16;        // multiplies so fast that prefetches fill what L1 may wait for
+  static constexpr int64_t kScaleCodes = 4096;         // of a row, whose scales are decoded at a time
+  static constexpr bool kToL2 = V::kRegisterRows > 2;  // with AVX-512: its prefetches are too many for L1
 
-  // Prefetches codes to L2, or to L1 if they have room there.
-  EQQ_INLINE void prefetch(const uint8_t* w, bool near) {
-    if (near) {
+  EQQ_INLINE void prefetch(const uint8_t* w, bool to_l1) {
+    if (to_l1) {
       __builtin_prefetch(w);
     } else {
       __builtin_prefetch(w, 0, 2);
@@ -46,7 +45,7 @@ struct Int8OneRow {
     for (; s + kTogether <= segments; s += kTogether) {
 #pragma GCC unroll 4
       for (int j = 0; j < kTogether; ++j) {
-        prefetch(w + 64 * (s + j) + (kWide ? kFar : kAhead), !kWide);
+        prefetch(w + 64 * (s + j) + (kToL2 ? kFar : kAhead), !kToL2);
         const I bytes = V::load_int(w + 64 * (s + j));
 #pragma GCC unroll 8
         for (int i = 0; i < kPlanes; ++i) {
@@ -85,7 +84,7 @@ struct Int8OneRow {
     const int64_t per = kBlocks > 0 ? 1 : r.size / 64, step = round_up(kScaleCodes, r.size * kPlanes);
     // The next rows, as they lie in memory: a line of each in turn would double the time where the weight is not
     // cached.
-    const int64_t ahead = max64(kWide ? kFar : kNear, kRows * p.words);
+    const int64_t ahead = max64(kToL2 ? kFar : kNear, kRows * p.words);
     float room[kRows * kRoom];
     int32_t offset[kRows][kZero ? kRoom : 1];
     const float* scale[kRows];

@@ -84,13 +84,19 @@ def decode_bytes(weight: PackedWeight, layout: Layout, dtype: DTypeLike) -> Floa
 
 
 def decode_columns(
-    weight: PackedWeight, layout: Layout, start: int, dtype: DTypeLike, *, scaled: bool = True
+    weight: PackedWeight,
+    layout: Layout,
+    start: int,
+    dtype: DTypeLike,
+    *,
+    scaled: bool = True,
+    gather: bool = False,
 ) -> Float[Array, "*batch n columns"]:
-    """Decodes the columns from `start` on, where a packed segment must begin."""
+    """Decodes the columns from `start` on, where a packed segment must begin. `gather` is as in `look_up`."""
     columns = np.arange(start, layout.length)
     packed = weight.codes[..., packing.packed_length(start, layout.bits) :]
     codes = packing.unpack(packed, layout.bits, len(columns))
-    values = look_up(codes, layout)
+    values = look_up(codes, layout, gather=gather)
     blocks = columns // layout.block_size
     scale = decode_scale(weight.scale, layout.scale)[..., blocks] if scaled else None
     if scale is not None and weight.row_scale is not None:

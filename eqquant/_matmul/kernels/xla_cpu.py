@@ -2,7 +2,8 @@
 
 XLA for CPU never fuses a decode into a product, so a loop decodes and multiplies a few rows at a time, and decoded rows
 stay in the cache. It decodes each plane of the packing on its own, and multiplies it by the matching columns of `x`:
-reordering codes takes longer than multiplying them. Codes that stand for several values decode row by row.
+putting the values of a large weight in order takes longer than multiplying them. Codes that stand for several values
+decode row by row.
 """
 
 import functools as ft
@@ -49,8 +50,8 @@ def matmul(
     # Values that are rounded to 16 bits must be scaled first. Otherwise it is cheaper to scale the results or `x`.
     round_to = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
     apply_scale = not layout.per_channel or round_to is not None or wide.itemsize > 4 or layout.offsets
-    gathers = _count_bytes(weight, layout.length, wide) <= ROWS_BYTES
-    decoder = _PlaneDecoder(layout, wide, round_to, apply_scale, gathers)
+    is_small = _count_bytes(weight, layout.length, wide) <= ROWS_BYTES
+    decoder = _PlaneDecoder(layout, wide, round_to, apply_scale, is_small)
     return _multiply_by_rows(x, weight, decoder, transpose=transpose, precision=precision)
 
 
@@ -126,13 +127,17 @@ class _RowDecoder(NamedTuple):
 
 
 class _PlaneDecoder(NamedTuple):
-    """Decodes planes of whole packed segments, then the remainder."""
+    """Decodes planes of whole packed segments, which are the body of a row, then the remainder.
+
+    Of a small weight, joins the planes, and gathers values from a table. It compiles in half the time or less, and such
+    a product is as fast or faster. A large one would be slower, above all with one row of `x`.
+    """
 
     layout: Layout
     wide: np.dtype  # the dtype of values and sums
     round_to: np.dtype | None  # the dtype that values are rounded to first, or `None`
     apply_scale: bool  # if not, the caller multiplies by `load_row_scale`
-    gathers: bool  # whether to gather values from a table: half the time to compile, but slower for large weights
+    is_small: bool
 
     @property
     def length(self) -> int:
@@ -166,28 +171,41 @@ class _PlaneDecoder(NamedTuple):
         zero = None if weight.zero_point is None else self._per_unit(weight.zero_point.astype(jnp.float32), unit)
         offset = None if weight.offset is None else self._per_unit(weight.offset, unit)
         for plane in range(layout.planes if body else 0):
-            values = look_up(packing.unpack_plane(codes, plane, layout.bits), layout, gather=self.gathers)
+            values = look_up(packing.unpack_plane(codes, plane, layout.bits), layout, gather=self.is_small)
             each = [a if a is None else jnp.broadcast_to(a[plane], values.shape) for a in (scale, zero, offset)]
             values = dequantize_values(values, *each)
             parts.append(self._round(values).reshape(rows, body // layout.planes))
+        parts = [self._join(parts)] if body and self.is_small else parts
         if body == layout.length and body:
             return parts
-        return [*parts, self._round(decode_columns(weight, layout, body, jnp.float32, scaled=self.apply_scale))]
+        remainder = decode_columns(weight, layout, body, jnp.float32, scaled=self.apply_scale, gather=self.is_small)
+        return [*parts, self._round(remainder)]
 
     def split(self, x: Float[Array, "m k"]) -> list[Float[Array, "m _"]]:
         """Splits the columns of `x` like the parts of a row."""
-        m, planes = x.shape[0], self.layout.planes
-        runs = x[:, : self.body].reshape(m, self.body // planes // self.run, planes, self.run)
-        parts = [runs[:, :, p].reshape(m, self.body // planes) for p in range(planes if self.body else 0)]
-        return parts if self.body == self.layout.length and self.body else [*parts, x[:, self.body :]]
+        m, body, planes = x.shape[0], self.body, self._parts_of_body
+        parts = [x[:, :body]] * planes
+        if planes > 1:
+            runs = parts[0].reshape(m, body // planes // self.run, planes, self.run)
+            parts = [runs[:, :, plane].reshape(m, body // planes) for plane in range(planes)]
+        return parts if body == self.layout.length and body else [*parts, x[:, body:]]
 
     def concatenate(self, parts: list[Float[Array, "m _"]]) -> Float[Array, "m k"]:
         """Concatenates parts to columns: the inverse of `split`."""
-        planes = self.layout.planes if self.body else 0
-        runs = [part.reshape(part.shape[0], part.shape[1] // self.run, 1, self.run) for part in parts[:planes]]
-        body = [jnp.concatenate(runs, axis=2).reshape(parts[0].shape[0], self.body)] if runs else []
+        planes = self._parts_of_body
+        body = [self._join(parts[:planes])] if planes > 1 else parts[:planes]
         whole = [*body, *parts[planes:]]
         return jnp.concatenate(whole, axis=1) if len(whole) > 1 else whole[0]
+
+    @property
+    def _parts_of_body(self) -> int:
+        return 0 if self.body == 0 else 1 if self.is_small else self.layout.planes
+
+    def _join(self, planes: list[Float[Array, "rows _"]]) -> Float[Array, "rows body"]:
+        """Joins planes to columns in their order."""
+        rows = planes[0].shape[0]
+        runs = [plane.reshape(rows, plane.shape[1] // self.run, 1, self.run) for plane in planes]
+        return jnp.concatenate(runs, axis=2).reshape(rows, self.body) if len(runs) > 1 else planes[0]
 
     def load_row_scale(self, weight: PackedWeight) -> Float32[Array, " n"] | None:
         return None if self.apply_scale else self._scale(weight)[:, 0]

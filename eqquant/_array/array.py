@@ -248,13 +248,15 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         arrange = lambda leaf: jnp.transpose(leaf, (*order, leaf.ndim - 1)).reshape(*shape, leaf.shape[-1])
         in_place = order == sorted(order) and shape == self.codes.shape[:-1]
         out = self if in_place else jtu.tree_map(arrange, self)
-        return dataclasses.replace(
-            out, axis=-1 if contracts_blocks else -2, lengths=(row_length(self),), logical_sharding=None
-        )
+        axis = -1 if contracts_blocks else -2
+        if out.axis == axis and len(out.lengths) == 1 and out.logical_sharding is None:
+            return out  # `replace` takes as long as the rest
+        return dataclasses.replace(out, axis=axis, lengths=(row_length(self),), logical_sharding=None)
 
     def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
         """For products: `x . self^T` of matrices, by the primitive."""
-        return bind_matmul(x, dataclasses.replace(self, axis=-1), options, transpose=self.axis == -2)
+        w = self if self.axis == -1 else dataclasses.replace(self, axis=-1)
+        return bind_matmul(x, w, options, transpose=self.axis == -2)
 
     def with_dense_weight(self) -> None:
         """For products: `None`, since a dense weight is a plain array."""

@@ -92,7 +92,10 @@ def decode_columns(
     scaled: bool = True,
     gather: bool = False,
 ) -> Float[Array, "*batch n columns"]:
-    """Decodes the columns from `start` on, where a packed segment must begin. `gather` is as in `look_up`."""
+    """Decodes the columns from `start` on, where a packed segment must begin.
+
+    `gather` is as in `look_up`.
+    """
     columns = np.arange(start, layout.length)
     packed = weight.codes[..., packing.packed_length(start, layout.bits) :]
     codes = packing.unpack(packed, layout.bits, len(columns))

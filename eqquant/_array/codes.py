@@ -19,6 +19,9 @@ from .dense import allow_dense
 from .value import AbstractArrayValue
 
 
+_UNSIGNED = frozenset(np.dtype(name) for name in ("uint8", "uint16", "uint32"))
+
+
 class AbstractCodes(AbstractArrayValue):
     """The fields of `QuantizedArray`, its only subclass. The quantized axis is last in memory."""
 
@@ -63,6 +66,8 @@ class AbstractCodes(AbstractArrayValue):
                 f"The quantized axis must be whole inside `shard_map`. Got {codes.shape[-1]} bytes of the {row} codes "
                 "of a row. Divide another axis, or multiply outside it."
             )
+        if axes == (-1,):
+            return (*codes.shape[:-1], row)
         shape = list(codes.shape[:-1])
         for axis, length in sorted(zip(axes, lengths, strict=True)):
             shape.insert(ndim + axis, length)
@@ -122,9 +127,11 @@ def check_leaves(q: AbstractCodes) -> None:
             "`optim = eqq.float_masters(optimizer)` and `optim.init(model)`. To use the model, `eqx.combine` its "
             "parts again."
         )
-    per_block = {"scale": q.scale_bits, "zero point": q.zero_point_bits, "offset": q.offset_bits}
-    for name, leaf in {"codes": codes, **per_block}.items():
+    leaves = codes, q.scale_bits, q.zero_point_bits, q.offset_bits
+    for name, leaf in zip(("codes", "scale", "zero point", "offset"), leaves, strict=True):
         dtype = getattr(leaf, "dtype", None)
+        if dtype is None or dtype in _UNSIGNED:  # first, since this runs several times for each product that is traced
+            continue
         if isinstance(leaf, AbstractCodes):
             check_leaves(leaf)
         elif dtype == jax.dtypes.float0:
@@ -132,12 +139,14 @@ def check_leaves(q: AbstractCodes) -> None:
                 "A quantized array has no gradient with respect to its codes. Got a tree of float0, as `jax.grad` "
                 "returns it with `allow_int=True`. Differentiate with `eqq.filter_grad`."
             )
-        elif dtype is not None and not jnp.issubdtype(dtype, jnp.unsignedinteger):
+        elif not jnp.issubdtype(dtype, jnp.unsignedinteger):
             raise TypeError(
                 f"The leaves of a quantized array must be unsigned integers. Got {name} of {dtype}: they were "
                 "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
                 "the result. To change its dtype, call `q.astype(dtype)` on the array as a whole."
             )
+    if gradient_of is None:
+        return
     ranks = {leaf.ndim for leaf in (codes, gradient_of) if isinstance(leaf, jax.Array)}
     if len(ranks) > 1:
         raise ValueError(

@@ -377,7 +377,7 @@ def _permute(x: Array, names: Axes, wanted: Axes) -> Array:
 
 def _reshape(x: Array, shape: Sequence[Length]) -> Array:
     """Reshapes only if the shape changes: tracing any reshape takes long."""
-    return x if x.shape == tuple(shape) else x.reshape(shape)
+    return x if x.shape == tuple(shape) else jax.lax.reshape(x, shape)
 
 
 def _find_result_spec(form: _MatmulForm, x: Operand, w: AbstractOperand) -> PartitionSpec:

@@ -165,9 +165,9 @@ def _batch(
         # All examples share the weight: they become rows, so a `vmap` of matvecs is one matmul.
         examples = [move_batch_axis(a, d, size, to=-3) for a, d in x_leaves]
         m = examples[0].shape[-2]
-        rows = [a.reshape(*a.shape[:-3], size * m, a.shape[-1]) for a in examples]
+        rows = [jax.lax.reshape(a, (*a.shape[:-3], size * m, a.shape[-1])) for a in examples]
         y = bind(*rows, *(a for a, _ in w_leaves), column_major=(False, False))  # no longer column-major
-        return y.reshape(*y.shape[:-2], size, m, y.shape[-1]), y.ndim - 2
+        return jax.lax.reshape(y, (*y.shape[:-2], size, m, y.shape[-1])), y.ndim - 2
     selected = _batch_selections(w_leaves, w_tree, size)
     if selected is not None:
         return bind(*(move_batch_axis(a, d, size) for a, d in x_leaves), *selected), 0

@@ -44,7 +44,7 @@ def batch_axis_size(args: Sequence[Array], dims: Sequence[int | None]) -> int:
 def move_batch_axis(a: Array, dim: int | None, size: int, to: int = 0) -> Array:
     """Moves the mapped axis to place `to`, or broadcasts along a new one."""
     if dim is not None:
-        return jnp.moveaxis(a, dim, to)
+        return a if dim == to % a.ndim else jnp.moveaxis(a, dim, to)
     return jnp.moveaxis(jnp.broadcast_to(a, (size, *a.shape)), 0, to)
 
 

@@ -176,7 +176,7 @@ class _PlaneDecoder(NamedTuple):
             values = dequantize_values(values, *each)
             parts.append(self._round(values).reshape(rows, body // layout.planes))
         parts = [self._join(parts)] if body and self.is_small else parts
-        if body == layout.length and body:
+        if body == layout.length:
             return parts
         remainder = decode_columns(weight, layout, body, jnp.float32, scaled=self.apply_scale, gather=self.is_small)
         return [*parts, self._round(remainder)]
@@ -188,7 +188,7 @@ class _PlaneDecoder(NamedTuple):
         if planes > 1:
             runs = parts[0].reshape(m, body // planes // self.run, planes, self.run)
             parts = [runs[:, :, plane].reshape(m, body // planes) for plane in range(planes)]
-        return parts if body == self.layout.length and body else [*parts, x[:, body:]]
+        return parts if body == self.layout.length else [*parts, x[:, body:]]
 
     def concatenate(self, parts: list[Float[Array, "m _"]]) -> Float[Array, "m k"]:
         """Concatenates parts to columns: the inverse of `split`."""

@@ -87,7 +87,7 @@ def compile_time(depth: int, rounds: int) -> None:
     models = {"float32": model, "NF4": eqq.quantize_tree(model, "nf4"), "Int8": eqq.quantize_tree(model, "int8")}
     x = jnp.ones((32, 64))
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    microseconds = {}
+    microseconds: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(rounds):
         for name, m in models.items():
             leaves, treedef = jtu.tree_flatten(eqx.filter(m, eqx.is_array))
@@ -104,13 +104,14 @@ def compile_time(depth: int, rounds: int) -> None:
             compiled = lowered.compile()
             seconds[name].append((traced - start, time.perf_counter() - traced))
             calls = time_in_turns({"call": lambda compiled=compiled, leaves=leaves: compiled(leaves, x)}, 50)["call"]
-            microseconds[name] = 1e6 * float(np.median(calls))
+            microseconds[name].append(1e6 * float(np.median(calls)))
     table = Table("model", "trace s", "compile s", "both, of float32", "call us")
-    table.title = f"MLP of {depth} layers of 256, batch 32; medians of {rounds}"
-    medians = {name: np.median(found, axis=0) for name, found in seconds.items()}
-    for name, (trace, build) in medians.items():
-        ratio = (trace + build) / sum(medians["float32"])
-        table.add_row(name, f"{trace:.3f}", f"{build:.3f}", f"{ratio:.2f}", f"{microseconds[name]:.0f}")
+    table.title = f"MLP of {depth + 1} layers of 256, batch 32; medians of {rounds}"
+    totals = {name: np.sum(found, axis=1) for name, found in seconds.items()}
+    for name, found in seconds.items():
+        trace, build = np.median(found, axis=0)
+        ratio, call = np.median(totals[name] / totals["float32"]), np.median(microseconds[name])
+        table.add_row(name, f"{trace:.3f}", f"{build:.3f}", f"{ratio:.2f}", f"{call:.0f}")
     console.print(table)
 
 

@@ -107,6 +107,22 @@ def test_every_format(name):
     np.testing.assert_array_equal(dense, q.dequantize())
 
 
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize("format", ["nf4", "q4_k", eqq.formats.Trellis(2)])
+def test_weights_of_unknown_size(format):
+    """One program for stacks and rows of every length, exported for another machine, where XLA computes."""
+    lengths = jax.export.symbolic_shape("stack, rows")
+    unknown = lambda a: jax.ShapeDtypeStruct((*lengths, *a.shape[2:]), a.dtype)
+    q = eqq.quantize(jnp.stack([weight(), 1 - weight()]), format)
+    x = weights(jax.random.key(2), (2, 3, 64))
+    product = jax.jit(lambda q, x: (x @ q.mT) @ q)
+    rows = jax.ShapeDtypeStruct((lengths[0], *x.shape[1:]), x.dtype)
+    y = jax.export.export(product)(jax.tree.map(unknown, q), rows).call(q, x)
+    dense = np.asarray(q.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ dense.swapaxes(1, 2) @ dense
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
 def test_unserializable_fields_are_an_error():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

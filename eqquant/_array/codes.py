@@ -66,7 +66,7 @@ class AbstractCodes(AbstractArrayValue):
                 f"The quantized axis must be whole inside `shard_map`. Got {codes.shape[-1]} bytes of the {row} codes "
                 "of a row. Divide another axis, or multiply outside it."
             )
-        if axes == (-1,):
+        if axes == (-1,) and len(lengths) == 1:
             return (*codes.shape[:-1], row)
         shape = list(codes.shape[:-1])
         for axis, length in sorted(zip(axes, lengths, strict=True)):

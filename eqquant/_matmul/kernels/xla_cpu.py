@@ -1,8 +1,8 @@
 """`xla` on CPU: `x(m, k) . w(n, k)^T` in the form that XLA for CPU runs fastest.
 
 XLA for CPU never fuses a decode into a product, so a loop decodes and multiplies a few rows at a time, and decoded rows
-stay in the cache. It decodes each plane of the packing on its own, and multiplies it by the matching columns of `x`:
-putting the values of a large weight in order takes longer than multiplying them. Codes that stand for several values
+stay in the cache. It decodes each plane of the packing of a large weight on its own, and multiplies it by the matching
+columns of `x`: putting the values in order would take longer than multiplying them. Codes that stand for several values
 decode row by row.
 """
 
@@ -50,8 +50,7 @@ def matmul(
     # Values that are rounded to 16 bits must be scaled first. Otherwise it is cheaper to scale the results or `x`.
     round_to = jnp.dtype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else None
     apply_scale = not layout.per_channel or round_to is not None or wide.itemsize > 4 or layout.offsets
-    is_small = _count_bytes(weight, layout.length, wide) <= ROWS_BYTES
-    decoder = _PlaneDecoder(layout, wide, round_to, apply_scale, is_small)
+    decoder = _PlaneDecoder(layout, wide, round_to, apply_scale, _is_small(weight, layout.length, wide))
     return _multiply_by_rows(x, weight, decoder, transpose=transpose, precision=precision)
 
 
@@ -85,7 +84,7 @@ def _multiply_by_rows(
 ) -> Float[Array, "*batch rows outer"]:
     *batch, n, _ = weight.codes.shape
     count, row_bytes = math.prod(batch), max(decoder.length * decoder.wide.itemsize, 1)
-    whole = _count_bytes(weight, decoder.length, decoder.wide) <= ROWS_BYTES
+    whole = _is_small(weight, decoder.length, decoder.wide)
     rows = n if whole else min(max(ROWS_BYTES * decoder.parts_of_row // row_bytes, 1), n)
     product = ft.partial(_transposed_product if transpose else _product, decoder, rows, precision)
 
@@ -100,9 +99,12 @@ def _multiply_by_rows(
     return y.reshape(*batch, *y.shape[1:])
 
 
-def _count_bytes(weight: PyTree, length: int, wide: np.dtype) -> int:
-    """Returns the bytes of a decoded weight, whose rows have `length` values."""
-    return math.prod(weight.codes.shape[:-1]) * length * wide.itemsize
+def _is_small(weight: PyTree, length: int, wide: np.dtype) -> bool:
+    """Returns whether a weight is decoded as a whole. Its rows have `length` values."""
+    lengths = weight.codes.shape[:-1]
+    if not all(isinstance(n, int) for n in lengths):
+        return True  # symbolic: a loop needs to know how many rows there are
+    return math.prod(lengths) * length * wide.itemsize <= ROWS_BYTES
 
 
 class _RowDecoder(NamedTuple):
@@ -129,8 +131,8 @@ class _RowDecoder(NamedTuple):
 class _PlaneDecoder(NamedTuple):
     """Decodes planes of whole packed segments, which are the body of a row, then the remainder.
 
-    Of a small weight, joins the planes, and gathers values from a table. It compiles in half the time or less, and such
-    a product is as fast or faster. A large one would be slower, above all with one row of `x`.
+    For a small weight, the planes are joined, and values are gathered from a table: the product compiles in half the
+    time, and runs about as fast or faster. For a large weight it would run slower, above all with one row of `x`.
     """
 
     layout: Layout

@@ -251,6 +251,20 @@ def test_more_devices_than_blocks(getkey, eight):
     assert_close(scanned(xs, whole), jnp.stack([expected, expected]))
 
 
+@pytest.mark.parametrize("on_q", [P("model"), P(None, "model")], ids=str)
+def test_the_explicit_mesh_of_the_context(getkey, on_q):
+    """Both products, of which one sums over devices."""
+    q = eqq.quantize(weights(getkey(), (64, K)), "nf4")
+    x, t = weights(getkey(), (8, K)), weights(getkey(), (8, 64))
+    both = lambda q, x, t: (product(x, q), t @ q)
+    expected = both(q, x, t)
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        for f in (both, jax.jit(both)):
+            for y, wanted in zip(f(q.with_sharding(on_q), put(x, mesh, P()), put(t, mesh, P())), expected, strict=True):
+                assert_close(y, wanted)
+
+
 @pytest.mark.parametrize("spec", [P(None, "data"), P(None, ("data", "model")), P(None, "data", "model")], ids=str)
 def test_explicit_and_divided_along_the_sequence(getkey, spec):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from .. import _compat
@@ -75,7 +75,9 @@ def partition_matmul(
         )
 
         def run_shard(x: Array, *leaves: Array) -> Array:
-            return _reduce(run(x, _make_shard(w, leaves, w_names[1], parts)), partitioning)
+            # Arrays are shards here. On the explicit mesh of `jax.set_mesh`, JAX would annotate them with shardings.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return _reduce(run(x, _make_shard(w, leaves, w_names[1], parts)), partitioning)
 
         return mesh, run_shard, on_mesh(*partitioning.batch, *partitioning.result), in_shardings
 

@@ -195,7 +195,7 @@ class _PlaneDecoder(NamedTuple):
     def concatenate(self, parts: list[Float[Array, "m _"]]) -> Float[Array, "m k"]:
         """Concatenates parts to columns: the inverse of `split`."""
         planes = self._parts_of_body
-        body = [self._join(parts[:planes])] if planes > 1 else parts[:planes]
+        body = [self._join(parts[:planes])] if planes > 0 else []
         whole = [*body, *parts[planes:]]
         return jnp.concatenate(whole, axis=1) if len(whole) > 1 else whole[0]
 
@@ -205,9 +205,11 @@ class _PlaneDecoder(NamedTuple):
 
     def _join(self, planes: list[Float[Array, "rows _"]]) -> Float[Array, "rows body"]:
         """Joins planes to columns in their order."""
+        if len(planes) == 1:
+            return planes[0]
         rows = planes[0].shape[0]
         runs = [plane.reshape(rows, plane.shape[1] // self.run, 1, self.run) for plane in planes]
-        return jnp.concatenate(runs, axis=2).reshape(rows, self.body) if len(runs) > 1 else planes[0]
+        return jnp.concatenate(runs, axis=2).reshape(rows, self.body)
 
     def load_row_scale(self, weight: PackedWeight) -> Float32[Array, " n"] | None:
         return None if self.apply_scale else self._scale(weight)[:, 0]

@@ -76,7 +76,9 @@ def partition_matmul(
 
         def run_shard(x: Array, *leaves: Array) -> Array:
             # Arrays are shards here. On the explicit mesh of `jax.set_mesh`, JAX would annotate them with shardings.
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            # Kernels compiled without a GPU read the device from the mesh.
+            device = jax.sharding.get_abstract_mesh().abstract_device
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
                 return _reduce(run(x, _make_shard(w, leaves, w_names[1], parts)), partitioning)
 
         return mesh, run_shard, on_mesh(*partitioning.batch, *partitioning.result), in_shardings

@@ -1,9 +1,11 @@
 import collections
+import ctypes
 import datetime
 import gc
 import itertools as it
 import os
 import random
+import sys
 import traceback
 import zlib
 from pathlib import Path
@@ -33,6 +35,7 @@ if jaxlib.version.__version_info__ < (0, 11):
 
 COMPILED = pytest.StashKey[list]()
 OPTIMIZED = pytest.StashKey[bool]()
+TESTS = it.count()
 
 
 def pytest_addoption(parser):
@@ -141,19 +144,37 @@ def without_type_checks():
 
 @pytest.fixture(autouse=True, scope="module")
 def _compilation(request):
-    """Programs are small, and compiling them takes longest: so most are not optimized. A module may want it otherwise.
-
-    Modules share their programs, as long as there is memory: for four processes on a machine of 16 GB.
-    """
+    """Most modules do not optimize programs: these are small, and compiling them takes longest."""
     stash, optimize = request.config.stash, getattr(request.module, "OPTIMIZED", False)
-    if stash.get(OPTIMIZED, None) is not optimize or memory() > 3 * 2**30:
-        jax.clear_caches()
-        gc.collect()
+    if stash.get(OPTIMIZED, None) is not optimize:
+        clear_programs()
         stash[OPTIMIZED] = optimize
         jax.config.update("jax_disable_most_optimizations", not optimize)
 
 
-def memory():
-    """The bytes that this process holds in memory, where the system says it."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 2**63
+@pytest.fixture(autouse=True)
+def _room_for_programs():
+    """Modules share their programs, as long as there is room for more. Looks at every twentieth test."""
+    if next(TESTS) % 20 == 0 and not has_room():
+        clear_programs()
+
+
+def has_room():
+    """Whether this process is far from the limits of its memory, where the system tells.
+
+    Four processes share 16 GB. Linux allows each 65,530 mappings, of which a program needs several: JAX crashes when
+    there is none left.
+    """
+    process = Path("/proc/self")
+    if not process.joinpath("statm").exists():
+        return False
+    memory = int(process.joinpath("statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return memory < 3 * 2**30 and process.joinpath("maps").read_bytes().count(b"\n") < 40_000
+
+
+def clear_programs():
+    """Frees compiled programs, and returns their memory to the system, which the GNU C library would keep."""
+    jax.clear_caches()
+    gc.collect()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)

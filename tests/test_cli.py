@@ -379,7 +379,7 @@ WRONG = {
     "no folder": (("quantize", "model.safetensors", "no/such/folder.safetensors"), 1, "which does not"),
     "no input": (("inspect", "modl.safetensors"), 1, "Did you mean 'model.safetensors'?"),
     "no output": (("quantize", "model.safetensors"), 2, "Missing argument"),
-    "no such command": (("quantize",), 2, "No such command"),
+    "no such command": (("compress",), 2, "No such command"),
     "nothing shared": (("compare", "model.safetensors", "other.safetensors"), 1, "must have arrays of the names"),
 }
 

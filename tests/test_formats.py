@@ -211,6 +211,8 @@ def test_e8m0():
     np.testing.assert_array_equal(np.asarray(codes), exponents + 127)
     np.testing.assert_array_equal(np.asarray(decode_e8m0(codes)), np.exp2(exponents).astype(np.float32))
     assert np.isnan(np.asarray(decode_e8m0(jnp.array([255], jnp.uint8))))
+    with jax.debug_nans(True):  # only the code of NaN makes one
+        decode_e8m0(jnp.arange(255, dtype=jnp.uint8))
 
 
 # Scales

@@ -375,7 +375,7 @@ def in_memory():
 
 
 # Ten thousand files, in parts that take less than a minute: reading GGUF compiles a program for many of them.
-PARTS = [pytest.param(250, seed, marks=(pytest.mark.slow, pytest.mark.nightly)) for seed in range(40)]
+PARTS = [pytest.param(100, seed, marks=(pytest.mark.slow, pytest.mark.nightly)) for seed in range(100)]
 
 
 @pytest.mark.parametrize("count, seed", [(60, 60), *PARTS])
@@ -406,7 +406,7 @@ def test_mutated_files(in_memory, dialect, count, seed):
         except ValueError as e:
             assert "model.safetensors" in str(e), repr(e)
             outcomes["refused"] += 1
-        # What JAX traces for the first time takes a few megabytes.
-        assert tracemalloc.get_traced_memory()[1] - before < 50 * len(content) + 2**23
+        # What JAX traces for the first time takes a few megabytes, and more in a new process.
+        assert n == 0 or tracemalloc.get_traced_memory()[1] - before < 50 * len(content) + 2**23
     tracemalloc.stop()
     assert min(outcomes.values()) > count / 1000, outcomes

@@ -89,6 +89,6 @@ def decode_e8m0(codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
     Many backends flush code 0, the subnormal `2**-127`, to zero.
     """
-    bits = jnp.where(codes == 0, jnp.int32(1 << 22), codes.astype(jnp.int32) << 23)
-    value = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(codes == 255, jnp.float32(jnp.nan), value)
+    is_subnormal_or_nan = (codes == 0) | (codes == 255)
+    bits = codes.astype(jnp.int32) << 23 | is_subnormal_or_nan.astype(jnp.int32) << 22
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -56,7 +56,6 @@ from ._formats import (
     Ternary as Ternary,
 )
 from ._matmul.explain import explain_matmul as explain_matmul
-from ._matmul.quaxify import quaxify as quaxify
 from ._matmul.selected import take_layer as take_layer
 from ._methods import (
     AbsMax as AbsMax,
@@ -66,6 +65,7 @@ from ._methods import (
     LearnedRounding as LearnedRounding,
     MSE as MSE,
 )
+from ._quax.quaxify import quaxify as quaxify
 from ._training import (
     apply_updates as apply_updates,
     distill as distill,

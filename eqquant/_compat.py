@@ -17,7 +17,6 @@ import jax
 import jax.core
 import jax.extend
 import jax.numpy as jnp
-import quax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, mlir
 from jaxtyping import Array, ArrayLike, DTypeLike
@@ -42,6 +41,13 @@ name_p = _primitive("jax._src.ad_checkpoint", "name_p")
 remat_p = _primitive("jax._src.ad_checkpoint", "remat_p")
 stop_gradient_p = _primitive("jax._src.ad_util", "stop_gradient_p")
 ragged_dot_general_p = _primitive("jax._src.lax.lax", "ragged_dot_general_p")
+
+try:  # the trace of Quax, its tracer and its dense value
+    from jax._src.core import TraceTag as TraceTag
+    from quax._trace import _QuaxTrace as QuaxTrace, _QuaxTracer as QuaxTracer
+    from quax._values import _DenseArrayValue
+except ImportError:  # pragma: no cover
+    TraceTag = QuaxTracer = _DenseArrayValue = QuaxTrace = object  # `eqquant.quaxify` is that of Quax then
 
 _ARRAY_METHODS = "jax._src.numpy.array_methods"
 
@@ -74,11 +80,6 @@ def _callers() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def is_called_by(module: str, function: str) -> bool:
-    """Returns whether a function of a module is on the stack."""
-    return any(f.f_code.co_name == function and f.f_globals.get("__name__") == module for f in _callers())
 
 
 def is_constant_of_trace(weight: Array, x: Array) -> bool:
@@ -315,19 +316,20 @@ def bind_checkpoint(f: Callable[..., list[Any]], args: list[Any], params: dict[s
     return remat_p.bind(*consts, *args, jaxpr=convert_constvars_jaxpr(jaxpr), **params)
 
 
-def evaluate_jit_by_quax(*operands: Any, jaxpr: Any, **params: Any) -> Any:
-    """Evaluates a `jit` as Quax does, whose rule for it ours replaces."""
-    try:
-        from quax._primitives import jit_quax
-    except ImportError:  # pragma: no cover
-        return quax.quaxify(make_function(jaxpr))(*operands)
-    return jit_quax(*operands, jaxpr=jaxpr, **params)
+def is_inlined_early(inline: Any) -> bool:
+    """Returns whether `jit` asks to be inlined when it is traced. A boolean before JAX 0.11."""
+    return inline is True or getattr(inline, "name", "") == "JAX_EARLY"
+
+
+def unwrap_quax(x: Any) -> Any:
+    """Returns the array in a dense value of Quax, or any other value itself."""
+    return x.array if isinstance(x, _DenseArrayValue) else x
 
 
 def find_quax_operation() -> str | None:
     """Returns the name of the primitive that Quax is evaluating, or `None`."""
     for frame in _callers():
-        in_rules = frame.f_globals.get("__name__") in ("quax._trace", "eqquant._matmul.checkpoint_rules")
+        in_rules = frame.f_globals.get("__name__") in ("quax._trace", "eqquant._quax.trace")
         if in_rules and "primitive" in frame.f_locals:
             return str(frame.f_locals["primitive"])
     return None

@@ -26,7 +26,7 @@ SIZES = {
     "_matmul.kernels.xla_codes._ROWS_BYTES": 7 * 96,
     "_matmul.kernels.xla_codes._MAX_SUM_LENGTH": 40,
     "_matmul.kernels.xla_cpu.ROWS_BYTES": 4 * 3 * 96,
-    "_wrappers.ragged_rules._MAX_TILE_ROWS": 2,
+    "_quax.ragged._MAX_TILE_ROWS": 2,
     "analysis._error._CHUNK": 101,
     "io._repack._CHUNK": 7 * 96,
     "io._writers._layout._CHUNK": 7 * 96,

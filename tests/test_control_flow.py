@@ -46,7 +46,6 @@ DENSE = {
     "cond, one branch dense": lambda w, x: x @ lax.cond(x[0, 0] > 0, same, changed, w),
     "cond, the other dense": lambda w, x: x @ lax.cond(x[0, 0] > 0, changed, same, w),
     "cond, one branch transposed": lambda w, x: x @ lax.cond(x[0, 0] > 0, same, transposed, w),
-    "cond, factors": lambda w, x: x @ lax.cond(x[0, 0] > 0, lambda w: w * 2, lambda w: w / 3, w),
     "switch": choose(slice(3), same, transposed, changed),
     "one of two outputs": lambda w, x: sum(
         x @ w for w in lax.cond(x[0, 0] > 0, lambda w: (w, w), lambda w: (w, w.T), w)
@@ -59,7 +58,6 @@ DENSE = {
     "scan, two carries that swap": lambda w, x: lax.scan(
         lambda carry, _: ((carry[1], carry[0]), x @ carry[0]), (w, jnp.ones(w.shape)), length=3
     )[1],
-    "scan, results": lambda w, x: x @ lax.scan(lambda n, _: (n, w * n), 2.0, length=3)[1],
     "while_loop, dense": while_loop(changed),
     "while_loop, transposed": while_loop(transposed),
     "while_loop, constants": lambda w, x: lax.while_loop(
@@ -75,6 +73,8 @@ PACKED = {
     "fori_loop, transposed twice": loop(lambda w, _: w.T.T),
     "while_loop": while_loop(same),
     "scan, results": lambda w, x: x @ lax.scan(lambda n, _: (n, w), 2.0, length=3)[1],
+    "cond, factors": lambda w, x: x @ lax.cond(x[0, 0] > 0, lambda w: w * 2, lambda w: w / 3, w),
+    "scan, factors": lambda w, x: x @ lax.scan(lambda n, _: (n, w * n), 2.0, length=3)[1],
 }
 
 

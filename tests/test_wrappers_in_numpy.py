@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import eqquant as eqq
+from eqquant._quax.convolution import _convolve_integers
 from eqquant._wrappers.concatenate import concatenate, split, take
-from eqquant._wrappers.convolution import _convolve_integers
 from eqquant._wrappers.permuted import PermutedArray
 from eqquant._wrappers.rotated import RotatedArray
 from eqquant._wrappers.scaled import ScaledArray

@@ -30,6 +30,7 @@ from .codes import AbstractCodes, check_leaves, is_in_order, row_length
 from .contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .dense import allow_dense, check_dense
 from .dequantize import bind_dequantize, dequantize_rows, in_memory_order
+from .moves import CannotMove, Move
 from .primitive import bind_matmul
 from .sharding import leaf_shardings, logical_sharding
 from .straight_through import value_of
@@ -258,8 +259,21 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         w = self if self.axis == -1 else dataclasses.replace(self, axis=-1)
         return bind_matmul(x, w, options, transpose=self.axis == -2)
 
-    def with_dense_weight(self) -> None:
-        """For products: `None`, since a dense weight is a plain array."""
+    def move(self, spec: Move, *others: AbstractArrayValue) -> AbstractArrayValue:
+        if spec.move_codes is not None:
+            return spec.move_codes(self, *others)
+        quantized = [axis % self.ndim for axis in as_axes(self.axis)]
+        kept = [n for n, axis in enumerate(quantized) if axis in spec.source_axes]
+        if not kept or not spec.changed_axes.isdisjoint(quantized):
+            raise CannotMove
+        axes = (*(axis for axis in range(self.ndim) if axis not in quantized), None)
+        out = jtu.tree_map(ft.partial(spec.move_leaf, axes), self, *others)
+        return dataclasses.replace(
+            out,
+            axis=as_axis(tuple(spec.source_axes.index(quantized[n]) - len(spec.source_axes) for n in kept)),
+            lengths=tuple(self.lengths[n] for n in kept),
+            logical_sharding=None,
+        )
 
     def _find_split(self, new: tuple[int, ...]) -> int | None:
         """Returns how many axes of `new` are batch axes, or `None` if memory would move."""

@@ -1,7 +1,7 @@
 """Reduces every product with a quantized array to `x(*batch, m, k) . w(*batch, n, k)^T`.
 
 `@` and `jnp.matmul` become an einsum, with a name for each axis; so does `jax.lax.dot_general`, in
-`_matmul/quax_rules.py`. Which operands have a name decides the role of its axis. Only this file rearranges shapes: a
+`_quax/products.py`. Which operands have a name decides the role of its axis. Only this file rearranges shapes: a
 class of arrays implements one product of matrices, `AbstractOperand.linear`.
 """
 
@@ -82,7 +82,9 @@ class AbstractOperand(eqx.Module):
     """
 
     holds_codes: ClassVar[bool] = False  # whether products can multiply it as `x` by its codes
-    observes: ClassVar[bool] = False  # whether it only observes another array, which then raises its own errors
+    # The effect of a wrapper's products that its dense array lacks, for warnings: "its products add no bias". Products
+    # that must decode the weight keep it.
+    lost_in_jax: ClassVar[str] = ""
 
     @property
     @abc.abstractmethod
@@ -119,10 +121,6 @@ class AbstractOperand(eqx.Module):
     @abc.abstractmethod
     def linear(self, x: "Array | AbstractOperand", options: Options) -> Float[Array, "*batch m n"]:
         """Returns `x(*batch, m, k) . self(*batch, n, k)^T`, for the matrices of `as_matrices`."""
-
-    @abc.abstractmethod
-    def with_dense_weight(self) -> "AbstractOperand | None":
-        """Returns the array with its weight dequantized, or `None` if that is a plain array."""
 
 
 Operand: TypeAlias = Array | AbstractOperand
@@ -246,10 +244,12 @@ def contract(
     """
     form = _find_form(x, w, x_axes, w_axes, out_axes)
     if form is None:
-        decoded = w.with_dense_weight()
-        if decoded is None or (form := _find_form(x, decoded, x_axes, w_axes, out_axes)) is None:
+        if not w.lost_in_jax:
             return None
-        w = decoded
+        # The product has an effect besides that of the weight: decode the weight alone.
+        w = eqx.tree_at(lambda w: w.array, w, w.dequantize(), is_leaf=lambda part: part is w.array)
+        if (form := _find_form(x, w, x_axes, w_axes, out_axes)) is None:
+            return None
     if isinstance(x, AbstractOperand) and not (x.holds_codes and form.matches_codes(x)):
         x = x.dequantize()
     if not isinstance(x, AbstractOperand) and jnp.iscomplexobj(x):  # rows are quantized as real numbers are
@@ -402,7 +402,7 @@ def _lengths_agree(first: Operand, second: Operand, weight: AbstractOperand) -> 
     left, right = first.shape[-1:], second.shape[-2:-1] or second.shape[-1:]
     if left == right:
         return True
-    if weight.ndim == 0 or (weight.observes and weight.constraints.packed_axes is None):
+    if weight.ndim == 0:
         return False
     flipped, is_first = "q.T" if weight.ndim == 2 else "q.mT", weight is first
     fits = weight.ndim > 1 and (weight.shape[-2:-1] == right if is_first else weight.shape[-1:] == left)

@@ -20,6 +20,7 @@ from .. import _compat
 from .._errors import name_type
 from .._export import register_export
 from .contraction import AbstractOperand, matmul_with
+from .moves import Move
 
 
 _P = ParamSpec("_P")
@@ -33,8 +34,8 @@ Index: TypeAlias = (
 # Methods for Equinox and Quax, and aliases, which `dir` leaves out.
 _HIDDEN_FROM_DIR = {
     *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
-    *("as_matrices", "constraints", "deferred", "dense_for_jax", "holds_codes", "linear", "lost_in_jax", "observes"),
-    *("quantized_as", "shares_vectors", "with_dense_weight"),
+    *("as_matrices", "constraints", "dense_for_jax", "linear", "lost_in_jax", "move", "quantized_as"),
+    *("holds_codes", "shares_vectors"),
 }
 
 
@@ -71,9 +72,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     # adapters train by default.
     frozen: ClassVar[tuple[str, ...]] = ()
     quantized_as: ClassVar[str] = ""  # for errors: the attribute or call that gives a `QuantizedArray`
-    lost_in_jax: ClassVar[str] = ""  # for warnings: the effect that is lost when JAX gets the dense array
     shares_vectors: ClassVar[bool] = False  # whether the matrices of a stack may share a vector, such as of factors
-    deferred: ClassVar[bool] = False  # whether it is an operation that `quaxify` defers, and never returns
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -91,6 +90,15 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     @abc.abstractmethod
     def reshape(self, *shape: int | Sequence[int], order: str = "C", **kwargs: object) -> "AbstractArrayValue | Array":
         """Changes the shape."""
+
+    @abc.abstractmethod
+    def move(self, spec: Move, *others: "AbstractArrayValue") -> "AbstractArrayValue | Array":
+        """For Quax: moves whole entries; with `others`, of the same structure, concatenates.
+
+        **Raises:**
+
+        `CannotMove` if the result would not be exact, or not packed. It is dense then.
+        """
 
     @property
     def size(self) -> int:
@@ -126,11 +134,6 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
     def dense_for_jax(self) -> Array:
         """For JAX: the dense array, which its functions see. Warns if an effect is lost."""
-        if _compat.is_called_by("haliax._src.scan", "select_0th"):  # it would end in "Too many leaves for PyTreeDef"
-            raise TypeError(
-                f"`fold` and `scan` of haliax take quantized layers under `quaxify` alone. Got {name_type(self)} of "
-                f"shape {self.shape}. Write `eqq.quaxify(lambda model, x: model.fold(x))(model, x)`."
-            )
         if lost := _find_lost_effect(self):
             warnings.warn(
                 f"A function of JAX gets the dense weight of {name_type(self)} of shape {self.shape}, so {lost}. Write "
@@ -380,6 +383,13 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
 
     # `==` compares element by element, so there is no hash, as for `jax.Array`.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def move(x: AbstractArrayValue | Array, spec: Move, *others: AbstractArrayValue | Array) -> AbstractArrayValue | Array:
+    """Moves an array of ours, as its class says, or floats."""
+    if isinstance(x, AbstractArrayValue):
+        return x.move(spec, *others)  # pyright: ignore[reportArgumentType]
+    return spec.move_leaf(tuple(range(jnp.ndim(x))), x, *others)
 
 
 def flatten_arguments(arguments: Sequence[int | Sequence[int] | None]) -> tuple[int, ...]:

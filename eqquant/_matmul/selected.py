@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int32
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.contraction import AbstractOperand, Constraints, MatrixAxes, Options
+from .._array.moves import Move
 from .._array.primitive import bind_matmul
 from .._array.value import AbstractArrayValue, as_permutation, Index
 from .._formats.base import AbstractFormat
@@ -112,8 +113,8 @@ class SelectedArray(AbstractArrayValue):
         w = dataclasses.replace(self, stack=dataclasses.replace(self.stack, axis=-1))
         return bind_matmul(x, w, options, transpose=self.stack.axis == -2)
 
-    def with_dense_weight(self) -> None:
-        """For products: `None`, since a dense weight is a plain array."""
+    def move(self, spec: Move, *others: "SelectedArray") -> AbstractArrayValue:
+        return self.gather().move(spec, *(other.gather() for other in others))
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"SelectedArray({wl.pformat(self.stack)}, index={list(self.index.shape)})")

@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, Float32, UInt8, UInt32
 from .. import _compat
 from .._array.checks import check_parameters
 from .._array.contraction import AbstractOperand, as_matrices, Constraints, get_constraints, linear, MatrixAxes, Options
+from .._array.moves import Axes
 from .._array.value import AbstractArrayValue, as_permutation
 from .._errors import name_type
 from .._formats.base import AbstractFormat, has_one_scale, has_zero_points
@@ -174,9 +175,8 @@ class ActivationQuantizedArray(AbstractMatmulOverride):
         """For products: the product of the weight, with quantized rows of `x`."""
         return linear(self.array, x, options._replace(quantize_x=self.quantize_rows))
 
-    def with_dense_weight(self) -> "ActivationQuantizedArray":
-        """For products: the same, with a dense weight."""
-        return with_weight(self, self._dequantize_inner())
+    def leaf_axes(self, leaf: Array) -> Axes:
+        return tuple(range(leaf.ndim))  # scales: one, or one for each array of a stack
 
     def quantize_rows(self, rows: Float[Array, "*batch rows length"]) -> AbstractRows:
         """Returns rows of activations for the product to quantize."""

@@ -1,13 +1,17 @@
 """Base classes of arrays that wrap another array."""
 
 import abc
+from collections.abc import Sequence
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float
 
-from .._array.value import AbstractArrayValue, Index
+from .._array.moves import Axes, CannotMove, Move
+from .._array.value import AbstractArrayValue, Index, move
 from .._formats.base import AbstractFormat
 from .._types import PyTree
 
@@ -38,6 +42,49 @@ class AbstractWrapper(AbstractArrayValue):
         # The `format` of a `jax.Array` is a layout.
         return getattr(self.array, "format", None) if isinstance(self.array, AbstractArrayValue) else None
 
+    @abc.abstractmethod
+    def leaf_axes(self, leaf: Array) -> Axes:
+        """For Quax: the logical axis of each axis of a leaf besides the wrapped array.
+
+        A bias of shape `(*stack, rows)` has the first axes of the weight, `tuple(range(leaf.ndim))`.
+        """
+
+    def _move_parts(self, spec: Move, *others: "AbstractWrapper") -> "AbstractWrapper":
+        """Moves the wrapped array, and the other leaves along the axes that they have.
+
+        Where wrappers are concatenated along an axis of a stack and their leaves differ, the leaves get that axis.
+        """
+        inner = lambda wrapper: wrapper.array
+        empty = lambda wrapper: eqx.tree_at(inner, wrapper, None, is_leaf=lambda part: part is wrapper.array)
+        array = move(self.array, spec, *(other.array for other in others))
+        move_leaf = self._concatenate_leaves if others else self._move_leaf
+        rest = jtu.tree_map(lambda *leaves: move_leaf(spec, leaves, (self, *others)), empty(self), *map(empty, others))
+        return eqx.tree_at(inner, rest, array, is_leaf=lambda part: part is None)
+
+    def _move_leaf(self, spec: Move, leaves: Sequence[Array], wrappers: Sequence["AbstractWrapper"]) -> Array:
+        del wrappers
+        (leaf,) = leaves
+        axes = self.leaf_axes(leaf)
+        if not axes or spec.keeps(axes, self.ndim):
+            return leaf
+        spec.check_last(self.ndim - 2, self.ndim - 1)
+        first = next(n for n, axis in enumerate(spec.source_axes) if axis is not None)
+        if sum(axis is not None for axis in axes) < self.ndim - 2 and None in spec.source_axes[first:]:
+            raise CannotMove  # a new axis between two axes of the stack
+        return spec.move_leaf(axes, leaf)
+
+    def _concatenate_leaves(self, spec: Move, leaves: Sequence[Array], wrappers: Sequence["AbstractWrapper"]) -> Array:
+        if not all(spec.changed_axes <= set(self.leaf_axes(leaf)) for leaf in leaves):
+            if all(leaf is leaves[0] for leaf in leaves):
+                return leaves[0]
+            if not spec.changed_axes <= set(range(self.ndim - 2)):
+                raise CannotMove  # one leaf cannot stand for all
+            leaves = [
+                _broadcast_to_stack(leaf, self.leaf_axes(leaf), w.shape)
+                for leaf, w in zip(leaves, wrappers, strict=True)
+            ]
+        return spec.move_leaf(self.leaf_axes(leaves[0]), *leaves)
+
     def _dequantize_inner(self) -> Float[Array, "..."]:
         """Returns the wrapped array, dense."""
         return self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else jnp.asarray(self.array)
@@ -62,6 +109,17 @@ class AbstractMatmulOverride(AbstractWrapper):
         """Returns dense values of the weight."""
         return self.array[index]
 
+    def move(self, spec: Move, *others: "AbstractMatmulOverride") -> AbstractWrapper:
+        return self._move_parts(spec, *others)
+
     @abc.abstractmethod
     def _rewrap(self, array: PyTree) -> Array | AbstractArrayValue:
         """Wraps another array alike, or returns that array itself if it cannot be wrapped."""
+
+
+def _broadcast_to_stack(leaf: Array, axes: Axes, shape: tuple[int, ...]) -> Array:
+    """Broadcasts a leaf to the axes of the stack, and keeps its own axes last."""
+    stack, present = len(shape) - 2, [axis for axis in axes if axis is not None]
+    own = leaf.shape[len(present) :]
+    places = [*present, *range(stack, stack + len(own))]
+    return jax.lax.broadcast_in_dim(leaf, (*shape[:stack], *own), places)

@@ -23,7 +23,8 @@ from .._array.contraction import (
     MatrixAxes,
     Options,
 )
-from .._array.value import AbstractArrayValue, as_permutation, Index
+from .._array.moves import Axes, CannotMove, Move
+from .._array.value import AbstractArrayValue, as_permutation, Index, move
 
 
 class LoraArray(AbstractArrayValue):
@@ -140,8 +141,29 @@ class LoraArray(AbstractArrayValue):
         low = product(product(as_floats(x).astype(y.dtype), self.a.mT.astype(y.dtype)), self.b.mT.astype(y.dtype))
         return y + self.scaling * low
 
-    def with_dense_weight(self) -> None:
-        """For products: `None`, since a dense weight is a plain array."""
+    def move(self, spec: Move, *others: "LoraArray") -> "LoraArray":
+        stack, loras = self.ndim - 1 - self.in_ndim, (self, *others)
+        if any(lora.rank != self.rank for lora in others):
+            raise CannotMove
+        inputs = tuple(range(stack + 1, self.ndim))
+        kept = [axis for axis in inputs if axis in spec.source_axes]
+        if not kept:
+            raise CannotMove
+        spec.check_last(stack, *kept)
+
+        def move_factor(axes: Axes, *factors: Array) -> Array:
+            unchanged = spec.keeps(axes, self.ndim)
+            if unchanged and not all(factor is factors[0] for factor in factors):
+                raise CannotMove  # the other factor differs
+            return factors[0] if unchanged else spec.move_leaf(axes, *factors)
+
+        return dataclasses.replace(
+            self,
+            base=move(self.base, spec, *(other.base for other in others)),
+            a=move_factor((*range(stack), None, *inputs), *(lora.a for lora in loras)),
+            b=move_factor((*range(stack + 1), None), *(lora.b for lora in loras)),
+            in_ndim=len(kept),
+        )
 
     def _frozen_base(self) -> Array | AbstractArrayValue:
         return self.base if isinstance(self.base, AbstractArrayValue) else jax.lax.stop_gradient(self.base)

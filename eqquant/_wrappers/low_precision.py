@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from .. import _compat
 from .._array.contraction import AbstractOperand, as_floats, as_matrices, Constraints, MatrixAxes, Options
+from .._array.moves import Axes
 from .._array.primitive import bind_rounded_matmul, GRADIENT_AMAX, Rounding, W_AMAX, X_AMAX
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue, as_permutation
@@ -123,8 +124,8 @@ class LowPrecisionArray(AbstractMatmulOverride):
             implementation=options.implementation,
         )
 
-    def with_dense_weight(self) -> None:
-        """For products: the weight is dense."""
+    def leaf_axes(self, leaf: Array) -> Axes:
+        return (*range(leaf.ndim - 1), None)  # `amax` holds three values for each array of a stack
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         rounding = ", rounded to nearest" * (not self.stochastic)

@@ -21,6 +21,7 @@ from .._array.contraction import (
     MatrixAxes,
     Options,
 )
+from .._array.moves import Axes, CannotMove, Move
 from .._array.value import as_permutation, Index
 from .base import AbstractWrapper
 
@@ -126,8 +127,17 @@ class AbstractMappedArray(AbstractWrapper):
             return linear(self.array, self.map_inputs(as_floats(x), -1), options)
         return self.map_back(linear(self.array, as_floats(x), options), -1)
 
-    def with_dense_weight(self) -> None:
-        """For products: `None`, since a dense weight is a plain array."""
+    def move(self, spec: Move, *others: "AbstractMappedArray") -> AbstractWrapper:
+        if self.axis % self.ndim in spec.changed_axes:
+            raise CannotMove
+        spec.check_last(self.ndim - 2, self.ndim - 1)
+        return self._move_parts(spec, *others)
+
+    def leaf_axes(self, leaf: Array) -> Axes:
+        stack = max(self.ndim - 2, 0)
+        if 1 < leaf.ndim <= stack:
+            raise CannotMove  # the leaf has some axes of the stack, but not all
+        return () if stack == 0 or leaf.ndim <= stack else (*range(stack), *[None] * (leaf.ndim - stack))
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"{type(self).__name__}({wl.pformat(self.array)}, axis={self.axis})")

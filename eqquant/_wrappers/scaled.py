@@ -1,6 +1,8 @@
 """An array with a scale per input, for AWQ and SmoothQuant where scales do not fold."""
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._types import PyTree
@@ -33,6 +35,9 @@ class ScaledArray(AbstractMappedArray):
     axis: int = eqx.field(static=True, default=-1)
 
     def map_inputs(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        return x * reshape_along_axis(self.scale, x.ndim, axis).astype(x.dtype)
+        scale = reshape_along_axis(self.scale, x.ndim, axis)
+        with jax.numpy_dtype_promotion("standard"):
+            wide = jnp.promote_types(x.dtype, scale.dtype)  # all values would share the rounding error of a scale
+        return (x.astype(wide) * scale.astype(wide)).astype(x.dtype)
 
     map_back = map_inputs

@@ -17,6 +17,7 @@ from .._array.array import QuantizedArray
 from .._array.checks import as_method, check_quantizable, MethodLike
 from .._array.contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .._array.dequantize import in_memory_order
+from .._array.moves import Move
 from .._array.quantize import quantize_array
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue, Index
@@ -166,8 +167,8 @@ class FakeQuantizedArray(AbstractArrayValue):
         """For products: the product of the quantized array."""
         return self.quantized().linear(x, options)
 
-    def with_dense_weight(self) -> None:
-        """For products: `None`, since a dense weight is a plain array."""
+    def move(self, spec: Move, *others: "FakeQuantizedArray") -> AbstractArrayValue:
+        return self.quantized().move(spec, *(other.quantized() for other in others))
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"FakeQuantizedArray({wl.pformat(self.master)}, {self.format!r}, axis={self.axis})")

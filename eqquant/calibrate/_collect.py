@@ -11,8 +11,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._array.value import AbstractArrayValue
-from .._matmul.quaxify import quaxify
 from .._methods.fingerprint import fingerprint
+from .._quax.quaxify import quaxify
 from .._tree.batches import Apply, as_apply, as_batches
 from .._tree.leaves import abbreviate_list, Leaf
 from .._tree.select import check_selected, select_leaves, Where

@@ -1,10 +1,8 @@
-"""Quax rules of reshapes, slices and concatenations, which keep arrays packed.
+"""Rules of reshapes, slices and concatenations, which keep arrays packed.
 
 Without a rule, or where a class of arrays refuses a move, operands are dequantized.
 """
 
-import contextlib
-import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -13,42 +11,23 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-import quax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, Primitive, Var
 from jaxtyping import Array, ArrayLike, DTypeLike
 
 from .. import _compat
 from .._array.array import is_quantized, QuantizedArray
 from .._array.dense import allow_dense
 from .._array.dequantize import in_memory_order
-from .._array.value import AbstractArrayValue
-from .._matmul.quax_rules import bind_dense
+from .._array.moves import Axes, CannotMove, change_axes, move_along
+from .._array.value import AbstractArrayValue, move
 from .._numerics.axes import as_axes
-from .._types import PyTree
-from .concatenate import concatenate, split
-from .moves import Axes, CannotMove, change_axes, move, move_along, MoveResult
+from .._wrappers.concatenate import concatenate, split
+from .rules import rule, Value
 
 
-Value: TypeAlias = AbstractArrayValue | ArrayLike
+MoveResult: TypeAlias = AbstractArrayValue | Array
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-def _register(primitive: Primitive) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a Quax rule; where it raises `CannotMove`, operands are dequantized."""
-
-    def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
-        @ft.wraps(rule)
-        def apply_rule(*operands: Any, **params: Any) -> Any:
-            try:
-                return rule(*operands, **params)
-            except CannotMove:
-                return bind_dense(primitive, *operands, **params)
-
-        return quax.register(primitive)(apply_rule)
-
-    return decorate
 
 
 def _have_same_structure(operands: Sequence[Value]) -> bool:
@@ -56,31 +35,31 @@ def _have_same_structure(operands: Sequence[Value]) -> bool:
     return all(isinstance(x, AbstractArrayValue) for x in operands) and len(set(map(jtu.tree_structure, operands))) == 1
 
 
-@_register(lax.transpose_p)
+@rule(lax.transpose_p)
 def _transpose(w: AbstractArrayValue, *, permutation: Sequence[int]) -> MoveResult:
     return w.transpose(permutation)
 
 
-@_register(lax.convert_element_type_p)
+@rule(lax.convert_element_type_p)
 def _convert_element_type(w: AbstractArrayValue, *, new_dtype: DTypeLike, **params: Any) -> MoveResult:
     del params
     return w.astype(new_dtype)  # pyright: ignore[reportReturnType]
 
 
-@_register(lax.reshape_p)
+@rule(lax.reshape_p)
 def _reshape(w: AbstractArrayValue, *args: ArrayLike, **params: Any) -> MoveResult:
     if args or params.get("dimensions") is not None:
         raise CannotMove
     return w.reshape(params["new_sizes"])
 
 
-@_register(lax.squeeze_p)
+@rule(lax.squeeze_p)
 def _squeeze(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> MoveResult:
     kept = tuple(axis for axis in range(w.ndim) if axis not in dimensions)
     return move(w, change_axes(w.shape, kept, tuple(w.shape[axis] for axis in kept)))
 
 
-@_register(lax.broadcast_in_dim_p)
+@rule(lax.broadcast_in_dim_p)
 def _broadcast_in_dim(w: AbstractArrayValue, *args: ArrayLike, **params: Any) -> MoveResult:
     shape, places = params["shape"], list(params["broadcast_dimensions"])
     result = tuple(places.index(axis) if axis in places else None for axis in range(len(shape)))
@@ -89,17 +68,17 @@ def _broadcast_in_dim(w: AbstractArrayValue, *args: ArrayLike, **params: Any) ->
     return move(w, change_axes(w.shape, result, tuple(shape)))
 
 
-@_register(lax.concatenate_p)
+@rule(lax.concatenate_p, any_operand=True)
 def _concatenate(*operands: Value, dimension: int) -> MoveResult:
     return _concatenate_arrays(operands, dimension)
 
 
-@_register(lax.stack_p)
+@rule(lax.stack_p, any_operand=True)
 def _stack(*operands: Value, axis: int) -> MoveResult:
     return _concatenate_arrays([_expand_dims(x, axis) for x in operands], axis)
 
 
-@_register(lax.tile_p)
+@rule(lax.tile_p)
 def _tile(w: AbstractArrayValue, *, reps: Sequence[int | np.integer]) -> MoveResult:
     tiled: MoveResult = w
     for axis, times in enumerate(reps):
@@ -146,14 +125,14 @@ def _expand_dims(x: Value, axis: int) -> MoveResult:
     return move(x, change_axes(x.shape, result, tuple(1 if n is None else x.shape[n] for n in result)))
 
 
-@_register(lax.split_p)
+@rule(lax.split_p)
 def _split(w: AbstractArrayValue, *, sizes: Sequence[int | np.integer], axis: int) -> list[MoveResult]:
     ends = np.cumsum(np.asarray(sizes))
     bounds = [(int(stop - size), int(stop)) for size, stop in zip(sizes, ends, strict=True)]
     return [_slice_axes(w, {axis: (start, stop, 1)}) for start, stop in bounds]
 
 
-@_register(lax.unstack_p)
+@rule(lax.unstack_p)
 def _unstack(w: AbstractArrayValue, *, axis: int) -> list[MoveResult]:
     kept = tuple(n for n in range(w.ndim) if n != axis)
     shape = tuple(w.shape[n] for n in kept)
@@ -161,7 +140,7 @@ def _unstack(w: AbstractArrayValue, *, axis: int) -> list[MoveResult]:
     return [move(part, change_axes(jnp.shape(part), kept, shape)) for part in parts]
 
 
-@_register(lax.slice_p)
+@rule(lax.slice_p)
 def _slice(w: AbstractArrayValue, **params: Any) -> MoveResult:
     strides = params["strides"] or (1,) * w.ndim
     parts = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
@@ -186,7 +165,7 @@ def _slice_axes(w: AbstractArrayValue, parts: dict[int, tuple[int, int, int]]) -
     return move(w, move_along(w.ndim, frozenset(parts), move_leaf))
 
 
-@_register(lax.dynamic_slice_p)
+@rule(lax.dynamic_slice_p)
 def _dynamic_slice(w: AbstractArrayValue, *starts: ArrayLike, slice_sizes: Sequence[int]) -> MoveResult:
     # `dynamic_slice` clamps starts, so the slice of a whole axis starts at zero.
     changed_axes = frozenset(axis for axis in range(w.ndim) if slice_sizes[axis] != w.shape[axis])
@@ -203,13 +182,13 @@ def _dynamic_slice(w: AbstractArrayValue, *starts: ArrayLike, slice_sizes: Seque
     return move(w, move_along(w.ndim, changed_axes, move_leaf))
 
 
-@_register(lax.rev_p)
+@rule(lax.rev_p)
 def _reverse(w: AbstractArrayValue, *, dimensions: Sequence[int]) -> MoveResult:
     move_leaf = lambda axes, x: lax.rev(x, [n for n, axis in enumerate(axes) if axis in dimensions])
     return move(w, move_along(w.ndim, frozenset(dimensions), move_leaf))
 
 
-@_register(lax.pad_p)
+@rule(lax.pad_p)
 def _pad(
     w: AbstractArrayValue, value: ArrayLike, *, padding_config: Sequence[Sequence[int | np.integer]]
 ) -> MoveResult:
@@ -222,7 +201,7 @@ def _pad(
     is_zero = not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value))
     # The scales and factors that layers of a stack have besides codes may not be zero.
     adds_layers = not isinstance(w, QuantizedArray) and not changed_axes <= {w.ndim - 2, w.ndim - 1}
-    if not is_zero or adds_layers or w.deferred:
+    if not is_zero or adds_layers:
         raise CannotMove
     padded = move(w, move_along(w.ndim, changed_axes, move_leaf))
     if not all(_zeros_decode_to_zero(q) for q in jtu.tree_leaves(padded, is_leaf=is_quantized) if is_quantized(q)):
@@ -238,49 +217,28 @@ def _zeros_decode_to_zero(w: QuantizedArray) -> bool:
         return not bool(jnp.any(zeros.dequantize()))
 
 
-@quax.register(_compat.jit_p)
-def _jit(w: AbstractArrayValue, *others: ArrayLike, jaxpr: ClosedJaxpr, **params: Any) -> PyTree:
-    """Inlines the `jit` of `jnp.pad`, so that the rule of `pad` sees a concrete value."""
-    if params["name"] != "_pad":
-        return _compat.evaluate_jit_by_quax(w, *others, jaxpr=jaxpr, **params)
-    return quax.quaxify(ft.partial(_eval_folding_constants, jaxpr))(w, *others)
-
-
-def _eval_folding_constants(program: ClosedJaxpr, *operands: PyTree) -> list[PyTree]:
-    """Evaluates a jaxpr, and folds constants."""
-    jaxpr, consts = _compat.open_jaxpr(program)
-    values: dict[Var, PyTree] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
-    value = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
-    for equation in jaxpr.eqns:
-        given = [value(atom) for atom in equation.invars]
-        known = not any(isinstance(x, jax.core.Tracer) for x in given)
-        with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
-            values.update(zip(equation.outvars, _compat.bind_equation(equation, given), strict=True))
-    return [value(atom) for atom in jaxpr.outvars]
-
-
-@_register(lax.select_n_p)
+@rule(lax.select_n_p, any_operand=True)
 def _select_n(which: ArrayLike, *cases: Value) -> MoveResult:
     if not _have_same_structure(cases) or jnp.ndim(which) != 0:
         raise CannotMove
     return jtu.tree_map(lambda *leaves: lax.select_n(which, *leaves), *cases)
 
 
-@_register(lax.copy_p)
+@rule(lax.copy_p)
 def _copy(w: AbstractArrayValue) -> MoveResult:
     return jtu.tree_map(jnp.copy, w)
 
 
-@_register(_compat.stop_gradient_p)
+@rule(_compat.stop_gradient_p)
 def _stop_gradient(w: AbstractArrayValue) -> MoveResult:
     return jtu.tree_map(lax.stop_gradient, w)
 
 
-@_register(lax.optimization_barrier_p)
+@rule(lax.optimization_barrier_p, any_operand=True)
 def _optimization_barrier(*operands: Value) -> tuple[Value, ...]:
     return lax.optimization_barrier(operands)
 
 
-@_register(_compat.name_p)
+@rule(_compat.name_p)
 def _name(w: AbstractArrayValue, **params: Any) -> MoveResult:
     return jtu.tree_map(lambda leaf: _compat.name_p.bind(leaf, **params), w)

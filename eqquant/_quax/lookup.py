@@ -1,4 +1,4 @@
-"""Quax rules of gathers: lookups decode their rows, and matrices of a stack stay packed."""
+"""Rules of gathers: lookups decode their rows, and matrices of a stack stay packed."""
 
 import math
 from typing import Any, NamedTuple
@@ -6,31 +6,27 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-import quax
 from jax import lax
 from jaxtyping import Array, ArrayLike, Integer
 
 from .._array.array import QuantizedArray
 from .._array.dense import allow_dense
-from .._array.value import AbstractArrayValue
-from .._matmul.quax_rules import bind_dense
-from .moves import Axes, CannotMove, change_axes, move, move_along, MoveResult
+from .._array.moves import Axes, CannotMove, change_axes, move_along
+from .._array.value import AbstractArrayValue, move
+from .rules import rule
 
 
-@quax.register(lax.gather_p)
-def _gather(w: AbstractArrayValue, indices: ArrayLike, **params: Any) -> MoveResult:
-    try:
-        fill = params.get("fill_value")
-        if fill is not None and not np.isnan(fill):
-            raise CannotMove
-        lookup = _as_lookup(w.shape, jnp.asarray(indices), params)
-        if lookup is not None:
-            return _gather_entries(w, lookup, params)
-        if isinstance(w, QuantizedArray):
-            return _gather_rows(w, indices, params)
-    except CannotMove:
-        pass
-    return bind_dense(lax.gather_p, w, indices, **params)
+@rule(lax.gather_p)
+def _gather(w: AbstractArrayValue, indices: ArrayLike, **params: Any) -> AbstractArrayValue | Array:
+    fill = params.get("fill_value")
+    if fill is not None and not np.isnan(fill):
+        raise CannotMove
+    lookup = _as_lookup(w.shape, jnp.asarray(indices), params)
+    if lookup is not None:
+        return _gather_entries(w, lookup, params)
+    if isinstance(w, QuantizedArray):
+        return _gather_rows(w, indices, params)
+    raise CannotMove
 
 
 class _Lookup(NamedTuple):
@@ -65,7 +61,7 @@ def _as_lookup(shape: tuple[int, ...], indices: Array, params: dict[str, Any]) -
     return _Lookup(axis, entries.reshape(math.prod(batch)), batch, places, axis not in collapsed)
 
 
-def _gather_entries(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, Any]) -> MoveResult:
+def _gather_entries(w: AbstractArrayValue, lookup: _Lookup, params: dict[str, Any]) -> AbstractArrayValue | Array:
     axis, entries, batch, places, keepdims = lookup
 
     def move_leaf(axes: Axes, x: Array) -> Array:

@@ -7,8 +7,8 @@ import equinox as eqx
 import jax.tree_util as jtu
 import quax
 
-from .._array.value import AbstractArrayValue
 from .._types import PyTree
+from .trace import evaluate
 
 
 _Function = TypeVar("_Function", bound=Callable[..., PyTree])
@@ -40,40 +40,39 @@ def quaxify(fn: _Function, /, filter_spec: PyTree = True) -> _Function:
 
     A function of the same arguments, each of which may hold a [`eqquant.QuantizedArray`][].
     """
-    if filter_spec is not True:
-        return quax.quaxify(fn, filter_spec)
-    return eqx.module_update_wrapper(_Quaxified(fn))  # pyright: ignore[reportReturnType]
+    return eqx.module_update_wrapper(_Quaxified(fn, filter_spec))  # pyright: ignore[reportReturnType]
 
 
 class _Quaxified(eqx.Module):
     fn: Callable[..., PyTree]
+    filter_spec: PyTree
 
     @property
     def __wrapped__(self) -> Callable[..., PyTree]:
         return self.fn
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        # Some nodes can only be made under a trace, and Quax maps over its arguments outside of one (`_Quaxify` in
-        # https://github.com/nstarman/quax/blob/main/src/quax/_quaxify.py). So pass it leaves, and make nodes inside.
-        leaves, treedef = jtu.tree_flatten((self.fn, args, kwargs), is_leaf=_is_value)
+        # Some nodes can only be made under a trace. So pass it leaves, and make nodes inside.
+        arguments = (self.fn, args, kwargs)
+        leaves, treedef = jtu.tree_flatten(arguments, is_leaf=_is_value)
+        selected = None
+        if self.filter_spec is not True:
+            chosen = eqx.filter(arguments, self.filter_spec, is_leaf=_is_value)
+            chosen = treedef.flatten_up_to(chosen)
+            selected = [_is_value(x) for x in chosen]
         out_treedef = None
 
-        def call_on_leaves(leaves: list[PyTree]) -> list[PyTree]:
+        def call_on_leaves(*leaves: PyTree) -> list[PyTree]:
             nonlocal out_treedef
             fn, args, kwargs = jtu.tree_unflatten(treedef, leaves)
             out, out_treedef = jtu.tree_flatten(fn(*args, **kwargs), is_leaf=_is_value)
             return out
 
-        out = map(_dequantize_deferred, quax.quaxify(call_on_leaves)(leaves))
+        out = evaluate(call_on_leaves, *leaves, selected=selected)
         return jtu.tree_unflatten(out_treedef, out)
 
     def __get__(self, instance: object, owner: type | None) -> Callable[..., PyTree]:
         return self if instance is None else eqx.Partial(self, instance)
-
-
-def _dequantize_deferred(x: PyTree) -> PyTree:
-    """Computes a deferred operation, such as a weight times a scalar."""
-    return x.dequantize() if isinstance(x, AbstractArrayValue) and x.deferred else x
 
 
 def _is_value(x: object) -> bool:

@@ -1,4 +1,4 @@
-"""The Quax rule of `jax.lax.ragged_dot`: mixtures of experts multiply packed experts.
+"""The rule of `jax.lax.ragged_dot`: mixtures of experts multiply packed experts.
 
 Rows of `x` are sorted by expert. They are split into tiles of equally many rows, each of one expert, and each tile
 selects a weight: native kernels read experts in the stack, and other implementations copy one at a time.
@@ -8,25 +8,27 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import quax
 from jaxtyping import Array, ArrayLike, Integer
 
 from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.contraction import Options
-from .._array.value import AbstractArrayValue
-from .._matmul.quax_rules import bind_dense, contract_with_dtype
+from .._array.moves import Axes, CannotMove, move_along
+from .._array.value import AbstractArrayValue, move
 from .._matmul.selected import SelectedArray
 from .._numerics.axes import as_axes
-from .moves import Axes, CannotMove, move, move_along
+from .products import contract_with_dtype
+from .rules import rule
 
 
 # Larger tiles gain nothing more from sharing a decoded expert.
 _MAX_TILE_ROWS = 256
 
 
-@quax.register(_compat.ragged_dot_general_p)
+@rule(_compat.ragged_dot_general_p, any_operand=True)
 def _ragged_dot(x: ArrayLike, w: AbstractArrayValue, group_sizes: ArrayLike, **params: Any) -> Array:
+    if isinstance(x, AbstractArrayValue) or not isinstance(w, AbstractArrayValue):
+        raise CannotMove
     x, sizes = jnp.asarray(x), jnp.asarray(group_sizes)
     dnums = params["ragged_dot_dimension_numbers"]
     (x_contracted, w_contracted), batch = dnums.dot_dimension_numbers
@@ -34,13 +36,8 @@ def _ragged_dot(x: ArrayLike, w: AbstractArrayValue, group_sizes: ArrayLike, **p
     plain = not any(batch) and sizes.ndim == 1 and ragged not in x_contracted and 0 not in (*x.shape, *w.shape)
     others = (params.get("group_offset"), params.get("out_sharding"))
     if plain and others == (None, None) and not isinstance(params["precision"], str):
-        try:
-            y = ragged_product(x, w, sizes, (x_contracted, w_contracted), ragged, dnums.rhs_group_dimensions[0], params)
-        except CannotMove:
-            y = None
-        if y is not None:
-            return y
-    return bind_dense(_compat.ragged_dot_general_p, x, w, sizes, **params)
+        return ragged_product(x, w, sizes, (x_contracted, w_contracted), ragged, dnums.rhs_group_dimensions[0], params)
+    raise CannotMove
 
 
 def ragged_product(
@@ -51,8 +48,8 @@ def ragged_product(
     ragged: int,
     group: int,
     params: dict[str, Any],
-) -> Array | None:
-    """Multiplies each row of `x` by the weight of its group; `None` if it must be dense.
+) -> Array:
+    """Multiplies each row of `x` by the weight of its group.
 
     **Arguments:**
 
@@ -61,15 +58,19 @@ def ragged_product(
     - `sizes`: the number of entries of each group. Entries beyond their sum belong to no group, and give zeros.
     - `contracted`: the axes of `x` and of `w` that are summed over.
     - `params`: `precision` and `preferred_element_type`, as in `jax.lax.dot_general`.
+
+    **Raises:**
+
+    `CannotMove` if the product must be dense.
     """
     tiles = _make_tiles(x.shape[ragged], sizes)
     pairs = {axis: (0, n) for n, axis in enumerate(contracted[1])}
     w_axes = ["tile" if axis == group else pairs.get(axis, (2, axis)) for axis in range(w.ndim)]
     order = (group, *(axis for axis in range(w.ndim) if axis != group))
     stack = w if group == 0 else w.transpose(order)
-    selected = select_entries(stack, tiles.group) if isinstance(stack, AbstractArrayValue) else None
+    selected = select_entries(stack, tiles.group) if isinstance(stack, AbstractArrayValue) else stack
     if not isinstance(selected, AbstractArrayValue):
-        return None
+        raise CannotMove
     x_axes: list[Any] = [(1, axis) for axis in range(x.ndim)]
     for n, axis in enumerate(contracted[0]):
         x_axes[axis] = (0, n)
@@ -80,8 +81,6 @@ def ragged_product(
     rows = rows.reshape(*x.shape[:ragged], *tiles.rows.shape, *x.shape[ragged + 1 :])
     dtype, options = params["preferred_element_type"], Options(params["precision"])
     y = contract_with_dtype(dtype, rows, selected, x_axes, [w_axes[n] for n in order], out_axes, options)
-    if y is None:
-        return None
     at = out_axes.index("tile")
     flat = y.reshape(*y.shape[:at], math.prod(tiles.rows.shape), *y.shape[at + 2 :])
     return jnp.take(flat, tiles.places, at, mode="fill", fill_value=0)

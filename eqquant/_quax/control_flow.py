@@ -1,26 +1,27 @@
-"""Quax rules of `cond`, `scan` and `while_loop`.
+"""Rules of `jit`, `checkpoint`, `cond`, `scan` and `while_loop`.
 
 A value stays packed if all branches, or all steps, return it with the same pytree structure.
 """
 
+import contextlib
+import functools as ft
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import quax
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal, Var
 from jaxtyping import ArrayLike
 
 from .. import _compat
 from .._array.value import AbstractArrayValue
 from .._types import PyTree
-
-
-Value: TypeAlias = PyTree  # an array of ours, any other, or the shape and dtype of one
+from .rules import rule, Value
+from .trace import evaluate
 
 
 class _TracedBody(NamedTuple):
@@ -28,10 +29,12 @@ class _TracedBody(NamedTuple):
 
     - `jaxpr`: takes the leaves of the operands, and returns the leaves of the outputs.
     - `outputs`: the outputs without values.
+    - `call`: the same program as a function under `jit`.
     """
 
     jaxpr: ClosedJaxpr
     outputs: list[Value]
+    call: Callable[..., list[jax.Array]]
 
 
 # Without it, each call outside of `jit` would compile a loop again.
@@ -43,13 +46,14 @@ def _trace(program: ClosedJaxpr, operands: Sequence[Value], dense: frozenset[int
     leaves, tree = jtu.tree_flatten(operands)
 
     def run(*leaves: ArrayLike) -> list[Value]:
-        outputs = quax.quaxify(_compat.make_function(program))(*jtu.tree_unflatten(tree, leaves))
+        outputs = evaluate(_compat.make_function(program), *jtu.tree_unflatten(tree, leaves))
         return _materialise(outputs, dense)
 
     traced = _traced_bodies.setdefault(program, {})
     key = (tree, tuple(map(jax.typeof, leaves)), dense, _compat.trace_context())
     if key not in traced:
-        traced[key] = _TracedBody(*jax.make_jaxpr(run, return_shape=True)(*leaves))
+        jaxpr, outputs = jax.make_jaxpr(run, return_shape=True)(*leaves)
+        traced[key] = _TracedBody(jaxpr, outputs, jax.jit(_compat.make_function(jaxpr)))
     return traced[key]
 
 
@@ -66,10 +70,48 @@ def _structure(x: Value) -> Hashable:
     return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
-@quax.register(lax.cond_p)
-def _cond(
-    index: ArrayLike, *operands: AbstractArrayValue | ArrayLike, branches: tuple[ClosedJaxpr, ...], **params: object
-) -> PyTree:
+@rule(_compat.jit_p, any_operand=True)
+def _jit(*operands: Value, jaxpr: ClosedJaxpr, name: str, inline: Any, **params: object) -> PyTree:
+    if name == "_pad":  # so that the rule of `pad` sees a concrete value
+        return evaluate(ft.partial(_eval_folding_constants, jaxpr), *operands)
+    if _compat.is_inlined_early(inline):
+        return evaluate(_compat.make_function(jaxpr), *operands)
+    body = _trace(jaxpr, operands)
+    return jtu.tree_unflatten(jtu.tree_structure(body.outputs), body.call(*jtu.tree_leaves(operands)))
+
+
+def _eval_folding_constants(program: ClosedJaxpr, *operands: PyTree) -> list[PyTree]:
+    """Evaluates a jaxpr, and folds constants."""
+    jaxpr, consts = _compat.open_jaxpr(program)
+    values: dict[Var, PyTree] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+    value = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
+    for equation in jaxpr.eqns:
+        given = [value(atom) for atom in equation.invars]
+        known = not any(isinstance(x, jax.core.Tracer) for x in given)
+        with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
+            values.update(zip(equation.outvars, _compat.bind_equation(equation, given), strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
+
+
+@rule(_compat.remat_p, any_operand=True)
+def _checkpoint(*operands: Value, jaxpr: Any, prevent_cse: bool | tuple[bool, ...], **params: Any) -> PyTree:
+    leaves, tree = jtu.tree_flatten(operands)
+    out_tree = None
+
+    def call_on_leaves(*leaves: ArrayLike) -> list[ArrayLike]:
+        nonlocal out_tree
+        out = evaluate(_compat.make_function(jaxpr), *jtu.tree_unflatten(tree, leaves))
+        flat, out_tree = jtu.tree_flatten(out)
+        return flat
+
+    # A tuple has an entry for each operand, but the new jaxpr has more: its constants come first.
+    prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
+    y = _compat.bind_checkpoint(call_on_leaves, leaves, {"prevent_cse": prevent_cse, **params})
+    return jtu.tree_unflatten(out_tree, y)
+
+
+@rule(lax.cond_p, any_operand=True)
+def _cond(index: ArrayLike, *operands: Value, branches: tuple[ClosedJaxpr, ...], **params: object) -> PyTree:
     traced = [_trace(branch, operands) for branch in branches]
     outputs = zip(*(map(_structure, branch.outputs) for branch in traced), strict=True)
     dense = frozenset(n for n, structures in enumerate(outputs) if len(set(structures)) > 1)
@@ -91,17 +133,14 @@ def _find_fixpoint(
         body = trace(carry, dense)
         pairs = enumerate(zip(carry, body.outputs, strict=False))
         changed = {n for n, (before, after) in pairs if _structure(before) != _structure(after)}
-        # A deferred operation has leaves that `scan` cannot stack.
-        ys = enumerate(body.outputs[len(carry) :], len(carry))
-        changed |= {n for n, y in ys if isinstance(y, AbstractArrayValue) and y.deferred}
         if changed <= dense:
             return body, carry
         dense |= changed
         carry = _materialise(carry, dense)
 
 
-@quax.register(lax.scan_p)
-def _scan(*operands: AbstractArrayValue | ArrayLike, jaxpr: ClosedJaxpr, length: int, **params: object) -> PyTree:
+@rule(lax.scan_p, any_operand=True)
+def _scan(*operands: Value, jaxpr: ClosedJaxpr, length: int, **params: object) -> PyTree:
     consts, carry, xs = _compat.scan_operands(operands, params)
     xs = [_along_loop(x, length) for x in xs]
     slices = jtu.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
@@ -138,9 +177,9 @@ def _is_stack(x: AbstractArrayValue, length: int) -> bool:
     return all(is_by_layer(part) for part in jtu.tree_leaves(x, is_leaf=is_nested))
 
 
-@quax.register(lax.while_p)
+@rule(lax.while_p, any_operand=True)
 def _while_loop(
-    *operands: AbstractArrayValue | ArrayLike,
+    *operands: Value,
     cond_nconsts: int,
     cond_jaxpr: ClosedJaxpr,
     body_nconsts: int,

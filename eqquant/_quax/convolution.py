@@ -1,4 +1,4 @@
-"""Convolutions of quantized activations and quantized weights, under `eqquant.quaxify`.
+"""The rule of convolutions: quantized activations times quantized weights, and 1 x 1 convolutions.
 
 Codes are multiplied by codes, and sums scaled once. A scale must not change within a window, so each example of `x` has
 one scale, as has each output channel of the weight:
@@ -19,13 +19,13 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
-import quax
 from jax import lax
-from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int8, Int32, Num
+from jaxtyping import Array, DTypeLike, Float, Int8, Int32, Num
 
 from .._array.array import QuantizedArray
 from .._array.codes import row_length
 from .._array.dense import allow_dense
+from .._array.moves import CannotMove
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue
 from .._formats.layout import make_layout
@@ -33,8 +33,11 @@ from .._matmul.dispatch import as_packed_weight, as_quantized
 from .._matmul.kernels import xla_codes
 from .._native.weight import Layout
 from .._numerics.axes import as_axes, logical_order
-from .activation import ActivationQuantizedArray
-from .simulated import FakeQuantizedArray
+from .._wrappers.activation import ActivationQuantizedArray
+from .._wrappers.low_precision import LowPrecisionArray
+from .._wrappers.simulated import FakeQuantizedArray
+from .products import convolve_pointwise
+from .rules import rule, Value
 
 
 Params: TypeAlias = dict[str, Any]  # the parameters of the primitive
@@ -43,12 +46,17 @@ Params: TypeAlias = dict[str, Any]  # the parameters of the primitive
 _MAX_EXACT = 2**24
 
 
-@quax.register(lax.conv_general_dilated_p)
-def _convolve(x: ArrayLike, w: ActivationQuantizedArray, **params: object) -> Array:
+@rule(lax.conv_general_dilated_p, any_operand=True)
+def _convolve(x: Value, w: Value, **params: Any) -> Array:
+    if isinstance(x, AbstractArrayValue) or not isinstance(w, AbstractArrayValue):
+        raise CannotMove
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return convolve(x, w, params)
-    return lax.conv_general_dilated_p.bind(x, w.dequantize(), **params)
+    if isinstance(w, ActivationQuantizedArray):
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        return convolve(x, w, params) if floating else lax.conv_general_dilated_p.bind(x, w.dequantize(), **params)
+    if isinstance(w, LowPrecisionArray):  # convolves floats
+        raise CannotMove
+    return convolve_pointwise(x, w, params)
 
 
 def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: Params) -> Float[Array, "..."]:

@@ -7,10 +7,11 @@ class of arrays implements one product of matrices, `AbstractOperand.linear`.
 
 import abc
 import functools as ft
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import equinox as eqx
 import jax
@@ -30,12 +31,18 @@ Axes = Sequence[Hashable]  # the names of the axes of an array
 Length: TypeAlias = Any  # the length of an axis: an integer, or a symbol in an exported program
 
 
+class Dequantizable(Protocol):
+    """Rows of activations that a product quantizes, which also have values."""
+
+    def dequantize(self) -> Array: ...
+
+
 class Options(NamedTuple):
     """The options of a product."""
 
     precision: PrecisionLike = None
     implementation: str | None = None
-    quantize_x: "Callable[[Array], AbstractRowsLike] | None" = None  # quantizes rows of activations
+    quantize_x: "Callable[[Array], Dequantizable] | None" = None  # quantizes rows of activations
     column_major: tuple[bool, bool] = (False, False)  # whether memory holds `x`, and the result, by columns
 
 
@@ -65,14 +72,6 @@ class MatrixAxes(NamedTuple):
         """Returns all axes in the order of the matrices, axes of length one first."""
         chosen = (*self.front, *self.rows, *self.columns)
         return (*(axis for axis in range(ndim) if axis not in chosen), *chosen)
-
-
-class AbstractRowsLike(eqx.Module):
-    """Rows of quantized activations."""
-
-    @abc.abstractmethod
-    def dequantize(self) -> Float[Array, "*batch rows length"]:
-        """Returns the values of the quantized rows."""
 
 
 class AbstractOperand(eqx.Module):
@@ -139,9 +138,9 @@ def linear(w: Operand, x: Operand, options: Options) -> Float[Array, "*batch m n
     return jnp.matmul(as_floats(x), jnp.swapaxes(w, -1, -2), precision=options.precision)
 
 
-def as_floats(x: ArrayLike | AbstractOperand | AbstractRowsLike) -> Array:
+def as_floats(x: ArrayLike | AbstractOperand) -> Array:
     """Returns an operand as floats."""
-    return x.dequantize() if isinstance(x, AbstractOperand | AbstractRowsLike) else jnp.asarray(x)
+    return x.dequantize() if isinstance(x, AbstractOperand) else jnp.asarray(x)
 
 
 def as_matrices(w: Operand, axes: MatrixAxes) -> Operand:
@@ -291,44 +290,58 @@ class _MatmulForm(NamedTuple):
 
 
 def _find_form(x: Operand, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: Axes) -> _MatmulForm | None:
+    """Finds the role of each axis, by where its name occurs. `None` if the product must be dense.
+
+    | in `w` | in `x` | in the result | role |
+    | --- | --- | --- | --- |
+    | yes | yes | yes | `front`, a batch axis |
+    | yes | yes | no | `k`, contracted; `front` and `summed` for an axis of a stack, or of matrices beside packed axes |
+    | yes | no | yes | `n`, rows of the weight; `front`, with copies of `x`, if another axis is packed and not summed |
+    | no | yes | yes | `m`, rows of `x` |
+
+    Axes of length one that may be dropped have no role: the matching axis of `x`, if any, becomes rows.
+    """
     packed_axes, stack, unmerged_axes = w.constraints
-    w_shape, x_shape = w.shape, x.shape
-    size: dict[Hashable, Length] = {}
-    for name, length in (*zip(w_axes, w_shape, strict=True), *zip(x_axes, x_shape, strict=True)):
-        size[name] = length if size.get(name, 1) == 1 else size[name]
-    contracts = any(name in x_axes and name not in out_axes for name in w_axes)
+    size = _find_lengths(zip(w_axes, w.shape, strict=True), zip(x_axes, x.shape, strict=True))
     unmerged = [w_axes[axis] for axis in unmerged_axes]
-    packed = [] if packed_axes is None else [w_axes[axis] for axis in packed_axes]
-    # Drop axes of length one that may be dropped: the matching axis of `x`, if any, becomes rows.
-    w_long = [name for name, n in zip(w_axes, w_shape, strict=True) if n != 1 or name in packed or name in unmerged]
-    x_long = [name for name, n in zip(x_axes, x_shape, strict=True) if n == size[name]]
-    front = [name for name in w_axes[:stack] if name in w_long]
+    packed = [w_axes[axis] for axis in packed_axes or ()]
+    w_long = [name for name, n in zip(w_axes, w.shape, strict=True) if n != 1 or name in packed or name in unmerged]
+    x_long = [name for name, n in zip(x_axes, x.shape, strict=True) if n == size[name]]
+
     contracted = [name for name in w_long if name in x_axes and name not in out_axes]
-    summed = [name for name in front if name in contracted]
-    front += [n for n in w_long if n in x_axes and n in out_axes and n in x_long and n not in front]
+    stacked = [name for name in w_axes[:stack] if name in w_long]
+    shared = [n for n in w_long if n in x_axes and n in out_axes and n in x_long and n not in stacked]
+    front = [*stacked, *shared]
+    summed = [name for name in stacked if name in contracted]
     k = [name for name in contracted if name not in front]
-    free = [name for name in w_long if name not in front and name not in k]
-    m = [name for name in x_long if name in out_axes and name not in front and name not in free]
+    n = [name for name in w_long if name not in front and name not in k]
+    m = [name for name in x_long if name in out_axes and name not in front and name not in n]
+
     if packed_axes is None:
-        packed = k
         if not k or w.ndim < 2:
             return None
-    if packed and set(packed) < set(k):  # the sum also runs over matrices, such as experts: one product for each
-        matrices = [name for name in k if name not in packed]
-        front, summed, k = [*front, *matrices], [*summed, *matrices], list(packed)
-    if set(packed) == set(k):  # the sum runs along the blocks, and all free axes of the weight are its rows
-        n, k = free, packed
-    elif contracts and all(name in free for name in packed):
-        # The sum runs across the blocks. `x` is copied along the other free axes.
-        n, copied = packed, [name for name in free if name not in packed]
+    elif packed and set(packed) <= set(k):  # the sum runs along the blocks
+        matrices = [name for name in k if name not in packed]  # and over matrices, such as experts: a product for each
+        front, summed, k = [*front, *matrices], [*summed, *matrices], packed
+    elif set(packed) != set(k):  # the sum runs across the blocks
+        contracts = any(name in x_axes and name not in out_axes for name in w_axes)
+        copied = [name for name in n if name not in packed]
+        if not contracts or not all(name in n for name in packed):
+            return None
         if copied and _multiply_lengths(size, m) > _multiply_lengths(size, packed):
-            return None  # the copies would take more memory than a dense weight
-        front += copied
-    else:
-        return None
+            return None  # the copies of `x` would take more memory than a dense weight
+        front, n = [*front, *copied], packed
     if any(list(side) != [name] for name in unmerged for side in (n, k) if name in side) or set(unmerged) - {*n, *k}:
         return None
     return _MatmulForm(x_axes, w_axes, out_axes, size, front, m, n, k, summed)
+
+
+def _find_lengths(*operands: Iterable[tuple[Hashable, Length]]) -> dict[Hashable, Length]:
+    """Returns the length of each axis by its name; axes of length one are broadcast."""
+    size: dict[Hashable, Length] = {}
+    for name, length in itertools.chain(*operands):
+        size[name] = length if size.get(name, 1) == 1 else size[name]
+    return size
 
 
 def _multiply_lengths(size: Mapping[Hashable, Length], names: Axes) -> int:

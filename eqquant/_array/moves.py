@@ -1,4 +1,4 @@
-"""Moves of whole entries along logical axes: slices, gathers, reversals, concatenations and new axes.
+"""Moves of whole entries: slices, gathers, reversals, concatenations and new axes.
 
 Each class of arrays says which of its axes a leaf has, in its method `move`. A move of a leaf follows from that, so the
 rule of a primitive needs to know no class.

@@ -35,7 +35,7 @@ Index: TypeAlias = (
 _HIDDEN_FROM_DIR = {
     *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
     *("as_matrices", "constraints", "dense_for_jax", "linear", "lost_in_jax", "move", "quantized_as"),
-    *("holds_codes", "shares_vectors"),
+    *("holds_codes", "leaf_axes"),
 }
 
 
@@ -72,7 +72,6 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
     # adapters train by default.
     frozen: ClassVar[tuple[str, ...]] = ()
     quantized_as: ClassVar[str] = ""  # for errors: the attribute or call that gives a `QuantizedArray`
-    shares_vectors: ClassVar[bool] = False  # whether the matrices of a stack may share a vector, such as of factors
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -16,13 +16,13 @@ from rich.table import Table
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.contraction import matmul
-from .._array.primitive import quantized_matmul_p, rounded_matmul_p, unflatten_operands
+from .._array.primitive import quantized_matmul_p, unflatten_operands
 from .._array.value import AbstractArrayValue
 from .._report import Report, report_table
 from .._types import PyTree
 from .dispatch import choose, decode_reason, describe_types, find_refusal, IMPLEMENTATIONS
 from .problem import describe_matmul, MatmulProblem, TargetDevice
-from .rounded_rules import compute_rounded
+from .rounded import compute_rounded, rounded_matmul_p
 from .rows import Activations
 from .selected import SelectedArray
 

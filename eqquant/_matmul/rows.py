@@ -13,7 +13,6 @@ from jax.interpreters import ad
 from jaxtyping import Array, Float, Float32, UInt8
 
 from .._array.array import QuantizedArray
-from .._array.contraction import AbstractRowsLike
 from .._array.dense import allow_dense
 from .._array.quantize import quantize_array
 from .._formats.base import AbstractFormat, spans_rows
@@ -21,7 +20,7 @@ from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
 
 
-class AbstractRows(AbstractRowsLike):
+class AbstractRows(eqx.Module):
     """Float activations `(*batch, rows, length)` that a product quantizes per token (row).
 
     An operand of the product's primitive. The implementation quantizes the rows, where that is cheapest. Rows do not

@@ -20,6 +20,7 @@ from jaxtyping import ArrayLike
 from .. import _compat
 from .._array.value import AbstractArrayValue
 from .._types import PyTree
+from .._wrappers.base import AbstractWrapper
 from .rules import rule, Value
 from .trace import evaluate
 
@@ -171,7 +172,7 @@ def _is_stack(x: AbstractArrayValue, length: int) -> bool:
     def is_by_layer(part: AbstractArrayValue | jax.Array) -> bool:
         if isinstance(part, AbstractArrayValue):
             return _is_stack(part, length)
-        shared = x.shares_vectors and part.ndim <= x.ndim - 2
+        shared = isinstance(x, AbstractWrapper) and 0 not in x.leaf_axes(part)
         return part.ndim == 0 or (part.shape[0] == length and not shared)
 
     return all(is_by_layer(part) for part in jtu.tree_leaves(x, is_leaf=is_nested))

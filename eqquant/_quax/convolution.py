@@ -1,4 +1,4 @@
-"""The rule of convolutions: quantized activations times quantized weights, and 1 x 1 convolutions.
+"""The rule of convolutions: of quantized activations, and those that are products.
 
 Codes are multiplied by codes, and sums scaled once. A scale must not change within a window, so each example of `x` has
 one scale, as has each output channel of the weight:

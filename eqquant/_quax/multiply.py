@@ -1,4 +1,4 @@
-"""Rules of a weight times a scalar: `w * 2`, `w / 2` and `-w`. Products multiply their results by it."""
+"""Rules of a weight times a scalar, which products multiply their results by."""
 
 import jax.core
 import jax.numpy as jnp

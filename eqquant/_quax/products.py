@@ -1,4 +1,4 @@
-"""Rules of products: `dot_general`, and 1 x 1 convolutions (ConvNeXt, MobileNet)."""
+"""Rules of products: `dot_general`, and 1 x 1 convolutions as of ConvNeXt."""
 
 from typing import Any
 

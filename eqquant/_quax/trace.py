@@ -41,7 +41,7 @@ class Trace(_compat.QuaxTrace):
     def _call_custom(
         self, name: str, primitive: Primitive, fun: Any, rules: Sequence[Any], tracers: Any, params: dict[str, Any]
     ) -> Any:
-        """Calls a function with a custom derivative, which is that of dense operands, by the user's rule.
+        """Calls a function with a custom derivative: that of dense operands, by the user's rule.
 
         A function that returns packed values, such as an identity, runs as Quax does it. Quax has no method for
         `custom_vjp`, and that for `custom_jvp` builds values of tangents, which codes do not have.

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 from .. import _compat
 from .._array.contraction import AbstractOperand, as_floats, as_matrices, Constraints, MatrixAxes, Options
 from .._array.moves import Axes
-from .._array.primitive import bind_rounded_matmul, GRADIENT_AMAX, Rounding, W_AMAX, X_AMAX
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue, as_permutation
 from .._formats.base import AbstractFormat
 from .._formats.names import as_format
+from .._matmul.rounded import bind_rounded_matmul, GRADIENT_AMAX, Rounding, W_AMAX, X_AMAX
 from .._types import PyTree
 from .base import AbstractMatmulOverride
 

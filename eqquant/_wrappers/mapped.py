@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -39,7 +39,6 @@ class AbstractMappedArray(AbstractWrapper):
     - `axis`: the axis of the inputs, -1 or -2.
     """
 
-    shares_vectors: ClassVar[bool] = True
     axis: eqx.AbstractVar[int]
 
     def __check_init__(self) -> None:

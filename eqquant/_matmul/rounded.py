@@ -1,4 +1,4 @@
-"""The rules of the primitive `rounded_matmul`, by which layers train in low precision.
+"""The primitive `rounded_matmul` and its rules, by which layers train in low precision.
 
 It computes `x(*batch, m, k) . w(*batch, n, k)^T`. It rounds both operands along `k` and binds the quantized
 matmul, so that primitive chooses the implementation. Rounding passes gradients straight through: the tangent is the
@@ -19,6 +19,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -31,9 +32,9 @@ from jaxtyping import Array, Float, Float32
 from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.contraction import Options
-from .._array.primitive import bind_matmul, rounded_matmul_p, Rounding, W_AMAX, X_AMAX
+from .._array.primitive import bind_matmul, with_default
 from .._array.quantize import quantize_array
-from .._formats.base import spans_rows
+from .._formats.base import AbstractFormat, spans_rows
 from .._methods import AbsMax
 from .._methods.given import FixedAmax
 from .._numerics.blocks import absmax
@@ -43,8 +44,63 @@ from .._numerics.scale_bits import scale_to_bits
 from .rows import DynamicRows
 
 
+rounded_matmul_p = jax.extend.core.Primitive("rounded_matmul")
 amax_p = jax.extend.core.Primitive("amax")
 record_amax_p = jax.extend.core.Primitive("record_amax")
+
+# The indices of an array of three amax values: of `x`, of the weight, and of the gradient of the result.
+X_AMAX, W_AMAX, GRADIENT_AMAX = 0, 1, 2
+
+
+class Rounding(NamedTuple):
+    """How a product rounds an operand.
+
+    - `format`: the format to round to.
+    - `stochastic`: whether to round stochastically.
+    - `amax_index`: with delayed scaling, the index of the amax of this operand.
+    """
+
+    format: AbstractFormat
+    stochastic: bool = False
+    amax_index: int | None = None
+
+
+def bind_rounded_matmul(
+    x: Float[Array, "*batch rows inner"],
+    w: Float[Array, "*batch outer inner"],
+    amax: Float32[Array, "*lead 3"] | None = None,
+    *,
+    x_rounding: Rounding | None,
+    w_rounding: Rounding | None,
+    gradient_rounding: Rounding,
+    precision: PrecisionLike = None,
+    implementation: str | None = None,
+) -> Float[Array, "*batch rows outer"]:
+    """Returns `x . w^T` of floats rounded along `k`, as the primitive `rounded_matmul`.
+
+    Shapes are `(*batch, m, k)` and `(*batch, n, k)`, of equal dtype. The products of its gradient bind the primitive
+    too, and round the incoming gradient.
+
+    **Arguments:**
+
+    - `x`, `w`: floats.
+    - `amax`: with delayed scaling, the amax of `x`, `w` and the gradient of the result, by which they are scaled; not
+        positive while it is unknown. `lead` are the last axes of `batch`, or fewer. Its gradient is the current amax
+        of each, as this product saw it.
+    - `x_rounding`, `w_rounding`: how each is rounded; `None` for a tangent, which is not rounded.
+    - `gradient_rounding`: how the gradient of the result is rounded, in the products of the backward pass.
+    - `precision`, `implementation`: as in `bind_matmul`; the latter is of the forward pass.
+    """
+    return rounded_matmul_p.bind(
+        x,
+        w,
+        *([] if amax is None else [amax]),
+        x_rounding=x_rounding,
+        w_rounding=w_rounding,
+        gradient_rounding=gradient_rounding,
+        precision=with_default(precision),
+        implementation=implementation,
+    )
 
 
 def compute_rounded(

@@ -35,7 +35,7 @@ Index: TypeAlias = (
 _HIDDEN_FROM_DIR = {
     *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
     *("as_matrices", "constraints", "dense_for_jax", "linear", "lost_in_jax", "move", "quantized_as"),
-    *("holds_codes", "leaf_axes"),
+    *("holds_codes", "is_diagonal", "leaf_axes"),
 }
 
 

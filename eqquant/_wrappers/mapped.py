@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ class AbstractMappedArray(AbstractWrapper):
     - `axis`: the axis of the inputs, -1 or -2.
     """
 
+    is_diagonal: ClassVar[bool] = False  # whether $F$ scales each input on its own, by leaves `(*stack, inputs)`
     axis: eqx.AbstractVar[int]
 
     def __check_init__(self) -> None:
@@ -127,16 +128,19 @@ class AbstractMappedArray(AbstractWrapper):
         return self.map_back(linear(self.array, as_floats(x), options), -1)
 
     def move(self, spec: Move, *others: "AbstractMappedArray") -> AbstractWrapper:
-        if self.axis % self.ndim in spec.changed_axes:
+        if self.axis % self.ndim in spec.changed_axes and not self.is_diagonal:
             raise CannotMove
         spec.check_last(self.ndim - 2, self.ndim - 1)
         return self._move_parts(spec, *others)
 
     def leaf_axes(self, leaf: Array) -> Axes:
-        stack = max(self.ndim - 2, 0)
+        stack, inputs = max(self.ndim - 2, 0), self.axis % self.ndim
         if 1 < leaf.ndim <= stack:
             raise CannotMove  # the leaf has some axes of the stack, but not all
-        return () if stack == 0 or leaf.ndim <= stack else (*range(stack), *[None] * (leaf.ndim - stack))
+        shared = stack == 0 or leaf.ndim <= stack
+        if self.is_diagonal:
+            return (inputs,) if shared else (*range(stack), inputs)
+        return () if shared else (*range(stack), *[None] * (leaf.ndim - stack))
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"{type(self).__name__}({wl.pformat(self.array)}, axis={self.axis})")

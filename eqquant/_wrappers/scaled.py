@@ -30,6 +30,8 @@ class ScaledArray(AbstractMappedArray):
     - `axis`: the axis of the inputs, -1 or -2.
     """
 
+    is_diagonal = True
+
     array: PyTree
     scale: Float[Array, "*stack inputs"]
     axis: int = eqx.field(static=True, default=-1)

@@ -139,6 +139,12 @@ def bind_equation(equation: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array
     return list(result) if equation.primitive.multiple_results else [result]
 
 
+def call_in_shard_map(f: Callable[..., list[Array]], values: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+    """Calls a function of parts of arrays, with the parameters of the equation of a `shard_map`."""
+    kept = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    return list(jax.shard_map(lambda *parts: tuple(f(*parts)), axis_names=params["newly_manual_axes"], **kept)(*values))
+
+
 def scan_operands(operands: Sequence[_T], params: dict[str, Any]) -> tuple[list[_T], list[_T], list[_T]]:
     """Returns the operands of a `scan` as `consts`, `carry` and `xs`.
 

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
@@ -20,6 +20,10 @@ class Parameter:
     """The fact that a value depends on parameters alone, and is not a view of a weight."""
 
 
+class Scales(Parameter):
+    """The fact that a value holds scales or zero points of a quantized weight, or some that the data selects."""
+
+
 Fact: TypeAlias = View | Concatenated | type[Data] | type[Parameter]
 
 
@@ -30,12 +34,14 @@ class UseSite(NamedTuple):
     - `kind`: the name of the primitive; `"lookup"` for a selection of entries.
     - `equation`: the operation.
     - `enclosing`: the calls and loops around the operation, outermost first.
+    - `reads_codes`: whether it reads codes, not floats.
     """
 
     weight: int
     kind: str
     equation: JaxprEqn
     enclosing: tuple[JaxprEqn, ...] = ()
+    reads_codes: bool = False
 
     @property
     def line(self) -> str:
@@ -83,8 +89,15 @@ def find_views(fact: Fact) -> list[View]:
     return []
 
 
+def is_codes(fact: Fact) -> TypeGuard[View]:
+    """Whether a value holds codes of a quantized weight."""
+    return isinstance(fact, View) and fact.codes
+
+
 def combine_facts(facts: Sequence[Fact]) -> type[Data] | type[Parameter]:
     """Returns the fact about a result that is not a view of a weight, from its operands."""
+    if facts and facts[0] is Scales:
+        return Scales
     depends = lambda fact: fact is Data or any(view.looked_up for view in find_views(fact))
     return Data if any(map(depends, facts)) else Parameter
 

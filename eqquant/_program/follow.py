@@ -22,11 +22,12 @@ from .facts import (
     Data,
     Fact,
     find_views,
+    is_codes,
     Parameter,
     Result,
     UseSite,
 )
-from .loops import run_call, run_cond, run_implementation, run_scan, run_while
+from .loops import run_call, run_cond, run_implementation, run_scan, run_shard_map, run_while
 from .products import arrange, Product
 from .views import Concatenated, View
 
@@ -73,7 +74,7 @@ class _Run(AbstractRun):
                 outputs, after = bind(equation, operands), [combine_facts(known_before)] * len(equation.outvars)
             else:
                 enclosing, self.enclosing = self.enclosing, (*self.enclosing, equation)
-                outputs, after = _RULES.get(equation.primitive.name, _default)(self, equation, operands, known_before)
+                outputs, after = _RULES.get(equation.primitive.name, _expand)(self, equation, operands, known_before)
                 self.enclosing = enclosing
             values.update(zip(equation.outvars, outputs, strict=True))
             known.update(zip(equation.outvars, after, strict=True))
@@ -82,7 +83,12 @@ class _Run(AbstractRun):
     def report_use(self, view: View, kind: str, equation: JaxprEqn) -> None:
         """Reports one use of a weight to the follower."""
         for term in view.terms:
-            self.follower.use(UseSite(term.weight, kind, equation, self.enclosing[:-1]))
+            self.follower.use(UseSite(term.weight, kind, equation, self.enclosing[:-1], term.codes))
+
+    def report_lookup(self, view: View, equation: JaxprEqn) -> None:
+        """Reports the first selection of entries."""
+        if not view.looked_up:
+            self.report_use(view, "lookup", equation)
 
     def multiply(self, product: Product, equation: JaxprEqn) -> Array:
         """Reports a product to the follower, and returns the operand that it returns."""
@@ -101,13 +107,21 @@ def _default(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequ
     return bind(equation, values), [combine_facts(facts)] * len(equation.outvars)
 
 
+def _expand(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+    return run_implementation(run, equation, values, facts) or _default(run, equation, values, facts)
+
+
 # Elementwise operations.
 
 
 def _elementwise(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    """Masks, scales or casts values. The result is a view unless it depends on data."""
+    """Masks, scales or casts values. The result is a view unless it depends on data; codes stay codes."""
     others_are_data = any(fact is Data for fact in facts)
     shape = _compat.result_shape(equation)
+    codes = [f for f, x in zip(facts, values, strict=True) if is_codes(f) and jnp.shape(x) == shape]
+    if codes:
+        outputs = bind(equation, values)
+        return outputs, [codes[0] if jnp.issubdtype(outputs[0].dtype, jnp.integer) else views.decode(codes[0], len(shape))]
     kept = [
         f for f, x in zip(facts, values, strict=True) if isinstance(f, View | Concatenated) and jnp.shape(x) == shape
     ]
@@ -178,7 +192,7 @@ def _slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequen
     # A slice of one row is a lookup. A matrix is a layer of a stack, or a part of a weight.
     is_row = bool(chosen) and sum(n > 1 for n in _compat.result_shape(equation)) < 2
     if is_row:
-        run.report_use(first, "lookup", equation)
+        run.report_lookup(first, equation)
     selected = views.take(first, {axis: lambda at, part=part: at[part] for axis, part in chosen.items()}, is_row)
     return bind(equation, values), [selected]
 
@@ -206,7 +220,7 @@ def _dynamic_slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts
         for axis, (start, size) in chosen.items()
     }
     if chosen:
-        run.report_use(first, "lookup", equation)
+        run.report_lookup(first, equation)
     return bind(equation, values), [views.take(first, choose, bool(chosen))]
 
 
@@ -218,7 +232,7 @@ def _gather(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
         return _decode(run, equation, values, facts[1:])
     if not isinstance(first, View):
         return _default(run, equation, values, facts)
-    run.report_use(first, "lookup", equation)
+    run.report_lookup(first, equation)
     shape, ndim = values[0].shape, len(_compat.result_shape(equation))
     axes: list[views.Digits] = [()] * ndim
     dropped = {*dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
@@ -258,8 +272,7 @@ def _decode(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
     first = facts[0]
     if not isinstance(first, View):
         return _default(run, equation, values, facts)
-    unknown = (None,) * len(_compat.result_shape(equation))
-    return bind(equation, values), [first._replace(axes=unknown, fixed=())]
+    return bind(equation, values), [views.decode(first, len(_compat.result_shape(equation)))]
 
 
 def _multiply_codes(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -294,7 +307,7 @@ _CONTROL_FLOW = {
         ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"),
         run_call,
     ),
-    "linear_solve": run_implementation,  # of lineax
+    "shard_map": run_shard_map,
     "cond": run_cond,
     "while": run_while,
     "scan": run_scan,
@@ -331,7 +344,8 @@ _RULES = {
     ),
     **dict.fromkeys(("transpose", "squeeze", "broadcast_in_dim", "reshape", "rev"), _move),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"), _compare),
-    "optimization_barrier": _pass_through,
+    **dict.fromkeys(("optimization_barrier", "device_put"), _pass_through),
+    **dict.fromkeys(("pure_callback", "io_callback", "debug_callback"), _default),  # to expand would call them
     "slice": _slice,
     "split": _split,
     "dynamic_slice": _dynamic_slice,

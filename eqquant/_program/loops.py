@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from .. import _compat
-from .facts import AbstractRun, combine_facts, Data, Fact, Parameter, Result
+from .facts import AbstractRun, combine_facts, Data, Fact, is_codes, Parameter, Result
 from .views import Concatenated, Digit, View
 
 
@@ -21,11 +21,39 @@ def run_call(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
     return run.run(jaxpr, [*consts, *values], [*[Parameter] * len(consts), *facts])
 
 
-def run_implementation(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    """Runs an operation that is a Python function, such as a primitive of Equinox or lineax."""
+def run_implementation(
+    run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]
+) -> Result | None:
+    """Runs an operation that is a function of others, as `custom_linear_solve` and many primitives of Equinox are.
+
+    Returns `None` for one that is not: its implementation is itself, or cannot be traced.
+    """
     operation = lambda *values: equation.primitive.impl(*values, **equation.params)
-    jaxpr, consts = _compat.open_jaxpr(jax.make_jaxpr(operation)(*values))
+    try:
+        jaxpr, consts = _compat.open_jaxpr(jax.make_jaxpr(operation)(*values))
+    except Exception:  # of any kind: an implementation expects concrete arrays
+        return None
+    inner = jaxpr
+    while len(inner.eqns) == 1 and inner.eqns[0].primitive is _compat.jit_p:
+        inner, _ = _compat.inner_jaxpr(inner.eqns[0])
+    if len(inner.eqns) == 1 and inner.eqns[0].primitive is equation.primitive:
+        return None
     return run.run(jaxpr, [*consts, *values], [*[Parameter] * len(consts), *facts])
+
+
+def run_shard_map(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+    """Runs a function of the parts of arrays. Which part of a weight a device has is not followed."""
+    jaxpr, consts = _compat.inner_jaxpr(equation)
+    unknown = lambda fact: fact._replace(axes=(None,) * len(fact.axes), fixed=()) if isinstance(fact, View) else fact
+    parts = [Data if isinstance(fact, Concatenated) else unknown(fact) for fact in facts]
+    after: list[Fact] = []
+
+    def call(*values: Array) -> list[Array]:
+        outputs, after[:] = run.run(jaxpr, [*consts, *values], [*[Parameter] * len(consts), *parts])
+        return outputs
+
+    run.use(equation, [fact for fact in facts if isinstance(fact, Concatenated)])
+    return _compat.call_in_shard_map(call, values, equation.params), after
 
 
 def run_cond(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -39,15 +67,16 @@ def run_cond(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
 
     branches = [lambda *operands, closed=closed: branch(closed, *operands) for closed in equation.params["branches"]]
     outputs = jax.lax.switch(values[0], branches, *values[1:])
-    # A branch may return one weight or another, so weights are not followed further.
-    run.use(equation, [fact for after in facts_after for fact in after])
-    same = [all(fact is after[0] for fact in after) for after in zip(*facts_after, strict=True)]
-    plain = Data if facts[0] is Data else Parameter
-    mixed = [
-        after[0] if alike and isinstance(after[0], type) else Data
-        for alike, after in zip(same, zip(*facts_after, strict=True), strict=True)
-    ]
-    return list(outputs), [Data if plain is Data else fact for fact in mixed]
+    joined = [_join(after) for after in zip(*facts_after, strict=True)]
+    # A branch may return one weight or another, so these are not followed further.
+    run.use(equation, [fact for after in facts_after for fact, one in zip(after, joined, strict=True) if one is Data])
+    return list(outputs), [Data if facts[0] is Data and one is Parameter else one for one in joined]
+
+
+def _join(facts: Sequence[Fact]) -> Fact:
+    """Returns the fact about the result of one branch of several."""
+    codes = (fact for fact in facts if is_codes(fact))
+    return facts[0] if all(fact is facts[0] for fact in facts) else next(codes, Data)
 
 
 def run_while(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
@@ -60,16 +89,20 @@ def run_while(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fac
     kept = _carry_facts(body, n_body, carried)
     after: list[Fact] = []
 
-    def step(carry: list[Array]) -> list[Array]:
-        known = [*[Parameter] * len(body_consts), *body_facts, *kept]
-        outputs, after[:] = run.run(body, [*body_consts, *body_values, *carry], known)
-        return outputs
-
     def test(carry: list[Array]) -> Array:
         known = [*[Parameter] * len(cond_consts), *cond_facts, *kept]
         return run.run(cond, [*cond_consts, *cond_values, *carry], known)[0][0]
 
-    carry = list(jax.lax.while_loop(test, step, start))
+    def step(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+        goes_on, carry = state
+        known = [*[Parameter] * len(body_consts), *body_facts, *kept]
+        outputs, after[:] = run.run(body, [*body_consts, *body_values, *carry], known)
+        if goes_on.ndim:  # under `vmap` each entry of the batch goes on by itself
+            choose = lambda new, old: jnp.where(goes_on.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            outputs = [choose(new, old) for new, old in zip(outputs, carry, strict=True)]
+        return test(outputs), outputs
+
+    _, carry = jax.lax.while_loop(lambda state: jnp.any(state[0]), step, (test(start), start))
     _report_changed_carry(run, equation, carried, kept, after)
     return carry, kept
 
@@ -77,10 +110,13 @@ def run_while(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fac
 def _carry_facts(body: Jaxpr, before: int, carried: Sequence[Fact]) -> list[Fact]:
     """Returns the facts about the carry of a loop.
 
-    A value that the body returns unchanged keeps its fact. A changed value depends on data.
+    A value that the body returns unchanged keeps its fact, and codes stay codes of the weight. Another changed value
+    depends on data.
     """
     inner = body.invars[before : before + len(carried)]
-    changes = [out is not var for out, var in zip(body.outvars, inner, strict=False)]
+    changes = [
+        out is not var and not is_codes(fact) for out, var, fact in zip(body.outvars, inner, carried, strict=False)
+    ]
     return [Data if change else fact for fact, change in zip(carried, changes, strict=True)]
 
 

@@ -59,6 +59,7 @@ class View(NamedTuple):
     - `fixed`: digits with a single value, which have no axis in the array.
     - `looked_up`: whether the data selects among its values.
     - `added`: the indices of other weights whose values, arranged in the same way, are added.
+    - `codes`: whether it holds codes of a quantized weight, which are not floats yet.
     """
 
     weight: int
@@ -66,6 +67,7 @@ class View(NamedTuple):
     fixed: tuple[Digit, ...] = ()
     looked_up: bool = False
     added: tuple[int, ...] = ()
+    codes: bool = False
 
     @property
     def terms(self) -> list["View"]:
@@ -86,9 +88,9 @@ class Concatenated(NamedTuple):
     parts: tuple[tuple["View | None", int], ...]
 
 
-def view_weight(weight: int, shape: Sequence[int]) -> View:
-    """Returns the view of a whole weight."""
-    return View(weight, tuple((Digit(axis, length),) for axis, length in enumerate(shape)))
+def view_weight(weight: int, shape: Sequence[int], codes: bool = False) -> View:
+    """Returns the view of a whole weight, or of its codes."""
+    return View(weight, tuple((Digit(axis, length),) for axis, length in enumerate(shape)), codes=codes)
 
 
 def transpose(view: View, permutation: Sequence[int]) -> View:
@@ -202,6 +204,13 @@ def take(view: View, chosen: Mapping[int, Any], looked_up: bool = False) -> View
         elif digits:
             axes[axis] = None
     return view._replace(axes=tuple(axes), looked_up=view.looked_up or looked_up)
+
+
+def decode(view: View, ndim: int) -> View:
+    """Returns the view of the floats that codes stand for. Their axes are unknown."""
+    whole = [digits for digits in view.axes if any(digit.at is None and digit.length > 1 for digit in digits or ())]
+    looked_up = view.looked_up and len(whole) < 2  # a matrix of a stack is no row of a table
+    return view._replace(axes=(None,) * ndim, fixed=(), looked_up=looked_up, codes=False)
 
 
 class Inputs(NamedTuple):

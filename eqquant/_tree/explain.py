@@ -17,7 +17,7 @@ from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
 from .._matmul.explain import find_implementation
-from .._program.facts import AbstractFollower, Data, Fact, Parameter, UseSite
+from .._program.facts import AbstractFollower, Data, Fact, Parameter, Scales, UseSite
 from .._program.follow import follow
 from .._program.products import Product
 from .._program.trace import trace
@@ -65,7 +65,7 @@ class WeightUse:
                 "no product of codes has a window: quantize activations too, to an integer format without blocks, and "
                 f"call `eqq.quaxify(f)`; or leave it in float: {{{self.path!r}: None, '*': ...}}"
             )
-        if "multiplied" in self.roles:
+        if "multiplied" in self.roles or "looked up" in self.roles:
             return "call `eqq.quaxify(f)`; if it is, let the sum run along the quantized axis, as `w @ x` does"
         return f"leave it in float: {{{self.path!r}: None, '*': ...}}"
 
@@ -147,7 +147,8 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
 
     - `f`: the model, or a function that takes the model as an argument.
     - `args`, `kwargs`: its arguments. Arrays may be `jax.ShapeDtypeStruct`s. Equinox modules and trees with quantized
-        arrays count as models, everything else as data.
+        arrays count as models, everything else as data. If none of these has weights, the first tree that has does: a
+        dictionary, a list, a state of Flax NNX.
 
     **Returns:**
 
@@ -171,9 +172,12 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
     items, names = [f, *args, *kwargs.values()], list(kwargs)
     models = [n for n, tree in enumerate(items) if _is_model(tree)]
     weights = _list_weights(items, models)
+    if not weights:  # plain pytrees: which is a model, their type does not tell
+        models = next(([n] for n, tree in enumerate(items) if not eqx.is_array_like(tree) and _list_weights(items, [n])), [])
+        weights = _list_weights(items, models)
     if not weights:
         raise ValueError(
-            "`explain` needs a model with weights, as the function or an argument. Got none. Pass the model: "
+            "`explain` needs a tree with weights, as the function or an argument. Got none. Pass the model: "
             "`eqq.explain(lambda model, x: jax.vmap(model)(x), model, x)`."
         )
 
@@ -182,11 +186,18 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
         return f(*others[:positional], **dict(zip(names, others[positional:], strict=True)))
 
     traced, recorder = trace(call, items), _Recorder()
-    indices = {_followed_keys(keys, leaf): n for n, (keys, leaf) in enumerate(weights)}
-    plain = lambda keys: Parameter if keys[0].idx in models else Data
-    facts: list[Fact] = [
-        view_weight(indices[keys], x.shape) if keys in indices else plain(keys) for keys, x in traced.arrays
-    ]
+    indices = {keys: n for n, (keys, _) in enumerate(weights)}
+
+    def find_fact(keys: KeyPath, x: jax.ShapeDtypeStruct) -> Fact:
+        n = next((indices[keys[:stop]] for stop in range(len(keys) + 1) if keys[:stop] in indices), None)
+        if n is None:
+            return Parameter if keys[0].idx in models else Data
+        start, leaf = weights[n]
+        if not is_quantized(leaf.value):
+            return view_weight(n, x.shape)
+        return view_weight(n, x.shape, codes=True) if keys == (*start, jtu.GetAttrKey("codes")) else Scales
+
+    facts = [find_fact(keys, x) for keys, x in traced.arrays]
     shapes = [tuple(leaf.value.shape) for _, leaf in weights]
     run = lambda arrays: follow(traced.program, arrays, facts, shapes, recorder)
     jax.eval_shape(run, [x for _, x in traced.arrays])
@@ -219,11 +230,6 @@ def _list_weights(items: Sequence[PyTree], models: Sequence[int]) -> list[tuple[
         for n, leaves in found.items()
         for leaf in leaves
     ]
-
-
-def _followed_keys(keys: KeyPath, leaf: Leaf) -> KeyPath:
-    """Returns the key path of the array to follow: the codes of a quantized array."""
-    return (*keys, jtu.GetAttrKey("codes")) if is_quantized(leaf.value) else keys
 
 
 class _Recorder(AbstractFollower):
@@ -259,7 +265,7 @@ def _describe(leaf: Leaf, uses: Sequence[UseSite], inputs: tuple[int, ...] | Non
     packed = [find_implementation(use.equation) for use in uses if use.kind == "quantized_matmul"]
     dense: dict[str, dict[str, None]] = {}  # operations on the decoded floats, by line
     for use in uses:
-        if quantized and use.kind not in ("quantized_matmul", "lookup"):
+        if quantized and not use.reads_codes:
             dense.setdefault(use.line, {})[use.kind] = None
     axes = None if quantized or inputs is None else tuple(axis - x.ndim for axis in inputs)
     return WeightUse(

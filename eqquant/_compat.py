@@ -82,6 +82,11 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_called_by_method_of(cls: type) -> bool:
+    """Returns whether a method of an instance of a class is on the stack."""
+    return any(isinstance(f.f_locals.get("self"), cls) for f in _callers())
+
+
 def is_constant_of_trace(weight: Array, x: Array) -> bool:
     """Returns whether a traced function, such as a `scan` body, closes over `weight` only."""
     innermost = jnp.zeros(())

@@ -1,6 +1,16 @@
-"""Formats of GGUF files and of MLX, which names such as `"q4_k"` mean, and trellis codes."""
+"""Every format: those of `eqquant` itself, those of GGUF files and of MLX, and trellis codes."""
 
 from ._formats import (
+    Binary as Binary,
+    Codebook as Codebook,
+    Dynamic8 as Dynamic8,
+    FP8 as FP8,
+    Int2 as Int2,
+    Int3 as Int3,
+    Int4 as Int4,
+    Int5 as Int5,
+    Int6 as Int6,
+    Int8 as Int8,
     IQ1_M as IQ1_M,
     IQ1_S as IQ1_S,
     IQ2_S as IQ2_S,
@@ -11,6 +21,10 @@ from ._formats import (
     IQ4_NL as IQ4_NL,
     IQ4_XS as IQ4_XS,
     MLX as MLX,
+    MXFP4 as MXFP4,
+    MXFP8 as MXFP8,
+    NF4 as NF4,
+    NVFP4 as NVFP4,
     Q2_K as Q2_K,
     Q3_K as Q3_K,
     Q4_0 as Q4_0,
@@ -21,6 +35,7 @@ from ._formats import (
     Q5_K as Q5_K,
     Q6_K as Q6_K,
     Q8_0 as Q8_0,
+    Ternary as Ternary,
     TQ2_0 as TQ2_0,
     Trellis as Trellis,
 )

@@ -32,16 +32,14 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], numeric: 
 
 def draw_errors(errors: Mapping[str, float]) -> Figure:
     """Draws a bar for each array: its relative error."""
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    from eqquant.analysis._plots import make_axes
 
-    figure = Figure(figsize=(8, 1 + 0.2 * len(errors)), layout="constrained", facecolor="none")
-    axes = figure.subplots()
-    axes.set_facecolor("none")
+    axes = make_axes(None, (8, 1 + 0.2 * len(errors)))
     axes.barh(list(errors), list(errors.values()))
     axes.invert_yaxis()
-    axes.tick_params(labelsize=7, color="#808080", labelcolor="#808080")
-    axes.set_xlabel("relative error (L2)", color="#808080")
-    return figure
+    axes.tick_params(labelsize=7)
+    axes.set_xlabel("relative error (L2)")
+    return axes.figure
 
 
 class Progress:

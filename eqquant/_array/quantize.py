@@ -12,18 +12,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Num, PRNGKeyArray, UInt8
 
 from .._errors import FORMAT_KEYWORDS, suggest_keywords
-from .._formats.base import AbstractFormat, AbstractVectorFormat, check_codes, pack_codes
+from .._formats.base import AbstractFormat, AbstractVectorFormat, check_codes
 from .._formats.names import as_format
 from .._mesh import explicit_mesh, full_spec, in_auto_mode, on_device
 from .._methods import AbsMax, AbstractMethod, EncodedRows
 from .._methods.encode import quantize_packed
 from .._methods.grid import ScaleBits
+from .._methods.names import as_method, MethodLike
 from .._numerics import packing
 from .._numerics.axes import as_axes, as_axis, logical_order, memory_order
 from .._numerics.batching import is_watched
 from .array import QuantizedArray
 from .checks import (
-    as_method,
     as_single_array,
     check_dtype,
     check_finite,
@@ -31,7 +31,6 @@ from .checks import (
     check_quantizable,
     check_vectors,
     describe_argument,
-    MethodLike,
     suggest_quantized,
 )
 from .codes import check_leaves, row_length
@@ -233,10 +232,7 @@ def _encode_array(
     check_codes(format)  # once per compilation, not once per call
     rows = memory_order(x, axes)
     chunk = max(_CHUNK_SIZE // max(rows.shape[-1], 1), 1) if chunked else None
-    encoded = quantize_packed(method, rows, format, chunk) if key is None else None
-    if encoded is None:
-        encoded = method.quantize_rows(rows, format, key=key, chunk=chunk)
-        encoded = encoded._replace(codes=pack_codes(format, encoded.codes))
+    encoded = quantize_packed(method, rows, format, key=key, chunk=chunk)
     lengths = tuple(x.shape[a] for a in axes)
     return _pack_array(encoded, format, as_axis(axes), lengths, x.dtype)
 

@@ -142,7 +142,7 @@ def _cpu_int8_refusal(problem: MatmulProblem, target: TargetDevice) -> str | Non
     if problem.transpose:
         return "the sum runs across the blocks of the weight"
     layout = problem.x_layout
-    if layout.kind != "integer" or layout.bits != 8 or not layout.per_channel or not -255 <= layout.offset <= 0:
+    if layout.kind != "integer" or layout.bits != 8 or not layout.per_channel or not -255 <= layout.lowest <= 0:
         return f"it takes eight-bit integers with one scale for each row of activations, not {problem.activations!r}"
     return _import_cpu_int8().refusal(problem.layout, problem.m, problem.n, problem.dtype, target=target)
 
@@ -157,7 +157,7 @@ def _run_cpu_int8(
         static = {"x_scale": x.scale, "x_zero": x.zero_point} if isinstance(x, StaticRows) else {}
         return product(x.rows, weight, affine=has_zero_points(x.format), **static)
     q = as_quantized(x)
-    x, scale, zero, offset = q.codes, q.scale, q.zero_point, problem.x_layout.offset
+    x, scale, zero, offset = q.codes, q.scale, q.zero_point, problem.x_layout.lowest
     if zero is None and offset != -128:
         zero = jnp.full(scale.shape, -offset, jnp.uint8)
     return product(x, weight, x_scale=scale, x_zero=zero, dtype=problem.dtype)

@@ -13,7 +13,7 @@ from .._export import register_export
 from .._formats.base import AbstractFormat, AbstractVectorFormat, is_ours, Scales
 from .choose import broadcast_weights, choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .fingerprint import check_same_weight
-from .grid import encode_by_chunks, EncodedRows, Grid, store
+from .grid import encode_by_chunks, EncodedRows, Grid, ScaleBits, store
 from .statistics import check_statistic, InputsError, is_collected, share_inputs, Statistics, weigh_columns
 
 
@@ -186,16 +186,18 @@ class AbstractScaleMethod(AbstractMethod):
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
     ) -> EncodedRows:
+        return encode_by_chunks(rows, *self.choose_grid(rows, format, chunk), format, key, chunk)
+
+    def choose_grid(
+        self, rows: Rows, format: AbstractFormat, chunk: int | None
+    ) -> tuple[ScaleBits, ScaleBits | None, Grid]:
+        """Returns the scales and offsets of rows as they are stored, and the grid that they give."""
         scale, zero_point = self.choose_for_rows(rows, format, chunk=chunk)
         stored, stored_offset, grid = store(rows, scale, zero_point, format, chunk)
-        grid = self.weigh_vectors(rows, grid, format)
-        return encode_by_chunks(rows, stored, stored_offset, grid, format, key, chunk)
-
-    def weigh_vectors(self, rows: Rows, grid: Grid, format: AbstractFormat) -> Grid:
-        """Returns the grid with the weights of columns, if vectors are chosen by weighted errors."""
         if self.inputs is None or self.choose_weighted is None or not isinstance(format, AbstractVectorFormat):
-            return grid
-        return grid._replace(weights=broadcast_weights(weigh_columns(self.inputs), rows))
+            return stored, stored_offset, grid
+        # Vectors are chosen by weighted errors.
+        return stored, stored_offset, grid._replace(weights=broadcast_weights(weigh_columns(self.inputs), rows))
 
     def choose_for_rows(
         self, rows: Rows, format: AbstractFormat, *, chunk: int | None = None

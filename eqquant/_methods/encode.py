@@ -12,7 +12,7 @@ import jax.extend
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.interpreters import ad, batching
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, PRNGKeyArray, UInt8
 
 from .. import _compat
 from .._formats.base import AbstractFormat, pack_codes, packed_length
@@ -25,27 +25,27 @@ from .._numerics.blocks import divide
 from .._numerics.primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
 from .._types import PyTreeDef
 from .base import AbstractMethod, AbstractScaleMethod
-from .grid import encode_by, EncodedRows, Grid, multiplies, store
+from .grid import encode_by, EncodedRows, Grid, multiplies
 
 
 encode_p = jax.extend.core.Primitive("encode")
 
 
 def quantize_packed(
-    method: AbstractMethod, rows: Float[Array, "*batch length"], format: AbstractFormat, chunk: int | None
-) -> EncodedRows | None:
-    """Returns the result of `method.quantize_rows` with packed codes.
-
-    `None` for a method that finds codes itself.
-    """
-    if type(method).quantize_rows is not AbstractScaleMethod.quantize_rows or not isinstance(
-        method, AbstractScaleMethod
-    ):
-        return None
-    scale, zero_point = method.choose_for_rows(rows, format, chunk=chunk)
-    stored, stored_offset, grid = store(rows, scale, zero_point, format, chunk)
-    grid = method.weigh_vectors(rows, grid, format)
-    return EncodedRows(encode_packed(rows, grid, format, chunk), stored, grid.zero_point, stored_offset)
+    method: AbstractMethod,
+    rows: Float[Array, "*batch length"],
+    format: AbstractFormat,
+    *,
+    key: PRNGKeyArray | None = None,
+    chunk: int | None = None,
+) -> EncodedRows:
+    """Returns the result of `method.quantize_rows` with packed codes."""
+    chooses_scales = isinstance(method, AbstractScaleMethod)
+    if key is None and chooses_scales and type(method).quantize_rows is AbstractScaleMethod.quantize_rows:
+        stored, stored_offset, grid = method.choose_grid(rows, format, chunk)
+        return EncodedRows(encode_packed(rows, grid, format, chunk), stored, grid.zero_point, stored_offset)
+    encoded = method.quantize_rows(rows, format, key=key, chunk=chunk)
+    return encoded._replace(codes=pack_codes(format, encoded.codes))
 
 
 def encode_packed(

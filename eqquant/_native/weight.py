@@ -92,7 +92,7 @@ class Layout(NamedTuple):
         return _stretch(self.table, jnp.dtype(dtype).name) if self.kind == "table" else 1.0
 
     @property
-    def offset(self) -> int:
+    def lowest(self) -> int:
         """The value of code 0, for integers."""
         return int(self.table[0])
 

@@ -121,7 +121,8 @@ def _elementwise(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: 
     codes = [f for f, x in zip(facts, values, strict=True) if is_codes(f) and jnp.shape(x) == shape]
     if codes:
         outputs = bind(equation, values)
-        return outputs, [codes[0] if jnp.issubdtype(outputs[0].dtype, jnp.integer) else views.decode(codes[0], len(shape))]
+        still_codes = jnp.issubdtype(outputs[0].dtype, jnp.integer)
+        return outputs, [codes[0] if still_codes else views.decode(codes[0], len(shape))]
     kept = [
         f for f, x in zip(facts, values, strict=True) if isinstance(f, View | Concatenated) and jnp.shape(x) == shape
     ]

@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.checks import as_method, check_finite, MethodLike
+from .._array.checks import check_finite
 from .._array.quantize import requantize_like
 from .._errors import suggest_keywords
 from .._mesh import full_spec, place
+from .._methods.names import as_method, MethodLike
 from .._numerics.axes import as_axes
 from .._tree.leaves import identity_key, Leaf
 from .._tree.placement import current_sharding

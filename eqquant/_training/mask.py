@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import equinox as eqx
 import jax.tree_util as jtu
 
+from .. import _compat
 from .._array.array import is_quantized
 from .._array.value import AbstractArrayValue
 from .._types import PyTree
@@ -91,6 +92,10 @@ def train_only(optimizer: "optax.GradientTransformation", mask: PyTree[bool]) ->
 
     masked = optax.masked(optimizer, mask)
 
+    def init(params: PyTree) -> PyTree:
+        check_no_multi_steps("train_only", params)
+        return masked.init(params)
+
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
@@ -98,4 +103,16 @@ def train_only(optimizer: "optax.GradientTransformation", mask: PyTree[bool]) ->
         drop = lambda updates: jtu.tree_map(lambda _: None, updates, is_leaf=is_quantized)
         return jtu.tree_map(lambda selected, step: step if selected else drop(step), mask, updates), state
 
-    return optax.GradientTransformationExtraArgs(masked.init, update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def check_no_multi_steps(wrapper: str, params: PyTree) -> None:
+    """Raises where `optax.MultiSteps` is around a wrapper: it would add gradients to codes."""
+    import optax
+
+    quantized = any(map(is_quantized, jtu.tree_leaves(params, is_leaf=is_quantized)))
+    if quantized and _compat.is_called_by_method_of(optax.MultiSteps):
+        raise ValueError(
+            f"`optax.MultiSteps` must be inside of `{wrapper}`, to add up gradients and not codes. Got it outside. Write "
+            f"`eqq.{wrapper}(optax.MultiSteps(optimizer, n), ...)`."
+        )

@@ -13,15 +13,15 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, UInt32
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.checks import as_method, MethodLike
 from .._array.quantize import requantize_like
 from .._mesh import move_to_mesh
 from .._methods import AbstractMethod
+from .._methods.names import as_method, MethodLike
 from .._tree.leaves import abbreviate_list, DenseArray, float_leaves, Leaf, named_leaves, replace_leaves
 from .._tree.placement import replicated_sharding
 from .._types import PyTree
 from .._wrappers.simulated import FakeQuantizedArray
-from .mask import trainable_mask
+from .mask import check_no_multi_steps, trainable_mask
 
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def float_masters(
     **Raises:**
 
     `TypeError` if `optimizer` is not an optax optimizer. `init` raises `ValueError` if no quantized array is trained,
-    or if `masters` lacks a leaf or has one of another shape or, outside `jit`, the values of another weight. `update`
+    if `optax.MultiSteps` is around it, or if `masters` lacks a leaf or has one of another shape or, outside `jit`, the values of another weight. `update`
     raises `ValueError` without parameters, or if the state or the gradients belong to other parameters. The message
     names the leaf.
     """
@@ -121,6 +121,7 @@ def float_masters(
     inner, method = as_optimizer(optimizer), as_method(method)
 
     def init(params: PyTree) -> FloatMastersState:
+        check_no_multi_steps("float_masters", params)
         leaves = _find_trained(params)
         key_data = None if key is None else jr.key_data(key)
         if not leaves:  # `optax.tree_map_params` passes a placeholder to find the parameters in the state

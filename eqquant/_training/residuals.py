@@ -188,28 +188,3 @@ def _quantize_residual(x: Array, format: AbstractFormat) -> Array | QuantizedArr
     quantize = lambda x: quantize_array(x, format, (-1,), None, None)
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jtu.tree_leaves(jax.eval_shape(quantize, x)))
     return quantize(x) if nbytes <= x.size * x.dtype.itemsize / 2 else x
-
-
-def residual_nbytes(fun: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> int:
-    """Counts the bytes that a function saves for its backward pass (residuals).
-
-    Its arguments and the arrays that it closes over do not count.
-
-    Arguments may be `jax.ShapeDtypeStruct`s. The compiler may save less: it may compute cheap values again.
-    """
-    arrays, other = eqx.partition((args, kwargs), lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
-    arrays, treedef = jtu.tree_flatten(arrays)
-
-    def residuals(*arrays: Array) -> list[Array]:
-        floats, rest = eqx.partition(list(arrays), eqx.is_inexact_array)
-
-        def call(floats: list[Array | None]) -> PyTree:
-            args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, eqx.combine(floats, rest)), other)
-            return fun(*args, **kwargs)
-
-        return jtu.tree_leaves(jax.vjp(call, floats)[1])
-
-    jaxpr = jax.make_jaxpr(residuals)(*arrays).jaxpr
-    known = {*jaxpr.invars, *jaxpr.constvars}
-    saved = {v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in known}
-    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in saved)

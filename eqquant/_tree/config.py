@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from .._array.checks import as_method, MethodLike
 from .._formats.base import AbstractFormat
 from .._formats.names import as_format
 from .._methods import AbstractMethod
+from .._methods.names import as_method, MethodLike
 from .._types import PyTree
 from .statistics import InputStatistics
 

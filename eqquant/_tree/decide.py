@@ -166,7 +166,9 @@ def _decide_leaf(leaf: Leaf, choice: _Choice, is_named: bool) -> Decision:
         return Decision(leaf, None, (), role)
     axes, known = choice.axes(leaf)
     if not is_named and (reason := no_smaller_reason(leaf.value, choice.format, axes)) is not None:
-        return Decision(leaf, None, axes, reason)
+        inputs, _ = input_axis(leaf)  # -1 where no layer says so
+        differs = inputs != -1 and as_axes(inputs) != axes
+        return Decision(leaf, None, axes, f"{reason}; its layer sums along {inputs}: see `axis`" if differs else reason)
     unknown = "" if known else "; its input axis is not known, blocks run along the last: see `axis`"
     activations, note = _choose_activations(leaf, choice.activations, axes, role)
     reason, is_given = choice.reason + unknown + note, choice.axis is not None
@@ -334,8 +336,8 @@ def _report_nothing_to_quantize(decisions: Sequence[Decision]) -> None:
     if not small:
         raise ValueError(_nothing_message(decisions))
     warnings.warn(
-        f"Nothing is quantized, since that would make no weight smaller ({abbreviate_list(small)}). A leaf that "
-        "`where=` selects is quantized whatever its size.",
+        "Nothing is quantized: a weight must get smaller, with eight values or more for each scale. A leaf that "
+        f"`where=` selects is quantized whatever its size, and `axis=` sets the axis. Got {abbreviate_list(small)}.",
         stacklevel=5,  # of `quantize_tree`
     )
 
@@ -351,10 +353,10 @@ def _nothing_message(decisions: Sequence[Decision]) -> str:
     if quantized:
         return (
             "The tree must hold something to quantize. Got one that is already quantized, with no other weights in "
-            f"float ({reasons}). To quantize it again, call `dequantize_tree` first. To quantize activations alone: "
-            '`eqq.quantize_activations(model, "int8")`, which keeps the codes.'
+            "float. To quantize it again, call `dequantize_tree` first. To quantize activations alone: "
+            f'`eqq.quantize_activations(model, "int8")`, which keeps the codes. Its arrays are {reasons}.'
         )
     return (
-        f"The tree must hold something to quantize. Got none among its {len(arrays)} arrays ({reasons}). "
-        "`plan_tree` shows each; `where=` selects leaves that are left alone by default."
+        f"The tree must hold something to quantize. Got none among its {len(arrays)} arrays. `where=` selects leaves "
+        f"that are left alone by default, and `plan_tree` shows why each is: {reasons}."
     )

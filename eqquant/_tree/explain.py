@@ -172,8 +172,9 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
     items, names = [f, *args, *kwargs.values()], list(kwargs)
     models = [n for n, tree in enumerate(items) if _is_model(tree)]
     weights = _list_weights(items, models)
-    if not weights:  # plain pytrees: which is a model, their type does not tell
-        models = next(([n] for n, tree in enumerate(items) if not eqx.is_array_like(tree) and _list_weights(items, [n])), [])
+    if not weights:  # a plain pytree does not say that it is a model
+        trees = [n for n, tree in enumerate(items) if not isinstance(tree, DenseArray)]
+        models = [n for n in trees if _list_weights(items, [n])][:1]
         weights = _list_weights(items, models)
     if not weights:
         raise ValueError(

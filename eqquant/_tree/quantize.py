@@ -11,13 +11,14 @@ from jax.sharding import NamedSharding
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from .._array.array import QuantizedArray
-from .._array.checks import as_jax_array, as_method, check_dtype, check_finite, check_vectors, MethodLike
+from .._array.checks import as_jax_array, check_dtype, check_finite, check_vectors
 from .._array.quantize import quantize_array
 from .._array.sharding import leaf_shardings
 from .._array.value import AbstractArrayValue
 from .._errors import FORMAT_KEYWORDS, suggest_keywords
 from .._mesh import full_spec, on_device
 from .._methods import AbsMax, AbstractMethod
+from .._methods.names import as_method, MethodLike
 from .._methods.statistics import InputsError
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
@@ -323,7 +324,7 @@ def plan_tree(
 
     - `leaves`: for each array its `path`, logical `shape` and `dtype`, `format` (`None` if it stays in float), `axis`,
         the `reason`, `nbytes` as stored, `dense_nbytes` in its logical dtype, `bits` per value with scales, and
-        `activations`, the format that products quantize the other operand to, or `None`.
+        `activations`, the format to which its products quantize activations when they run, or `None`.
     - `nbytes`, `dense_nbytes`, `bits`: of the whole tree; `params`, the number of values; `quantized_bits`, per value
         of the quantized arrays alone; `planned`, whether nothing is quantized yet.
     - `.table(every_leaf=True)`: the table with a row for each array; otherwise repeated layers share rows.

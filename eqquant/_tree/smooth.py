@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from .._array.checks import as_jax_array, as_method
+from .._array.checks import as_jax_array
 from .._array.quantize import quantize_array
 from .._errors import name_type
 from .._formats.base import AbstractFormat
 from .._formats.names import as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.fingerprint import check_same_weight
+from .._methods.names import as_method
 from .._methods.statistics import check_statistic, InputsError
 from .._types import PyTree
 from .._wrappers.scaled import ScaledArray

@@ -1,6 +1,7 @@
 """Summarizes and dequantizes models, and counts their bytes and parameters."""
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 import jax.tree_util as jtu
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from .._array.array import is_quantized, QuantizedArray
+from .._formats.base import AbstractFormat
 from .._numerics.axes import as_axes
 from .._types import PyTree
 from .._wrappers.base import AbstractMatmulOverride
@@ -17,7 +19,7 @@ from .._wrappers.simulated import FakeQuantizedArray
 from .leaves import array_nbytes, DenseArray, is_mapped, Leaf, named_leaves
 from .report import LeafReport, TreeReport
 from .select import replace_selected, select_nodes
-from .sizes import few_values_reason
+from .sizes import few_values_reason, no_smaller_reason
 from .weights import default_skip_reason, ineligible_reason, input_axis
 
 
@@ -41,8 +43,9 @@ def summary(tree: PyTree) -> TreeReport:
     A report, which prints as a table, with the fields of the report of [`eqquant.plan_tree`][]: `leaves`, a row for
     each array, `nbytes`, `bits` and others.
     """
-    rows = []
-    for leaf in named_leaves(tree, _is_row):
+    rows, leaves = [], list(named_leaves(tree, _is_row))
+    formats = {x.format for x in jtu.tree_leaves(tree, is_leaf=is_quantized) if is_quantized(x)}
+    for leaf in leaves:
         if isinstance(leaf.value, AbstractMatmulOverride):
             rows.extend(_make_wrapper_rows(leaf))
         elif isinstance(leaf.value, FakeQuantizedArray):
@@ -52,15 +55,21 @@ def summary(tree: PyTree) -> TreeReport:
             reason = f"quantized, in a {type(leaf.parent).__name__}" if is_mapped(leaf) else "quantized"
             rows.append(make_quantized_row(leaf.path, leaf.value, reason, leaf.value.size * leaf.value.dtype.itemsize))
         else:
-            rows.extend(make_rows(leaf, _dense_reason(leaf)))
+            rows.extend(make_rows(leaf, _float_reason(leaf, formats)))
     return TreeReport(tuple(rows))
 
 
-def _dense_reason(leaf: Leaf) -> str:
+def _float_reason(leaf: Leaf, formats: Collection[AbstractFormat]) -> str:
+    """Returns why a leaf is in float, in a tree with quantized arrays of some formats."""
     if (reason := ineligible_reason(leaf.value) or default_skip_reason(leaf)) is not None:
         return reason
-    axis, _ = input_axis(leaf)
-    return few_values_reason(leaf.value, as_axes(axis)) or "left in float"
+    axes = as_axes(input_axis(leaf)[0])
+    if not formats:
+        return few_values_reason(leaf.value, axes) or "nothing is quantized yet"
+    reasons = [no_smaller_reason(leaf.value, format, axes) for format in formats]
+    if None in reasons:
+        return "not chosen by the rules, `where` or `axis` of the call"
+    return reasons[0]
 
 
 def _is_row(x: PyTree) -> bool:
@@ -78,7 +87,7 @@ def _make_wrapper_rows(leaf: Leaf) -> list[LeafReport]:
         delayed = "" if w.amax is None else ", by delayed scales"
         how = f"round both operands to {w.forward!r}, and gradients to {w.gradient!r}{delayed}"
     else:
-        how = f"quantize the other operand, to {w.activations!r}"
+        how = f"quantize activations, to {w.activations!r}"
     rows = summary({"array": w.array}).leaves
     return [row._replace(path=f"{leaf.path}.{row.path}", reason=f"{row.reason}; its products {how}") for row in rows]
 

@@ -14,7 +14,7 @@ import wadler_lindig as wl
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Float32, PRNGKeyArray, UInt32
 
 from .._array.array import QuantizedArray
-from .._array.checks import as_method, check_quantizable, MethodLike
+from .._array.checks import check_quantizable
 from .._array.contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .._array.dequantize import in_memory_order
 from .._array.moves import Move
@@ -25,6 +25,7 @@ from .._formats.base import AbstractFormat, has_offsets, has_zero_points
 from .._formats.names import as_format
 from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
+from .._methods.names import as_method, MethodLike
 from .._numerics.axes import as_axes, as_axis, logical_order, memory_order
 from .learned_scale import decode_learned_scale, ste_source
 

@@ -14,9 +14,10 @@ import numpy as np
 from jaxtyping import Array, DTypeLike
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.checks import as_method, check_dtype
+from .._array.checks import check_dtype
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
+from .._methods.names import as_method
 from .._methods.statistics import InputsError, share_inputs
 from .._numerics.axes import logical_order, memory_order
 from .._tree.batches import Apply, as_apply, as_batches

@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from .._array.array import QuantizedArray
-from .._array.checks import as_method, check_finite, MethodLike
+from .._array.checks import check_finite
 from .._array.quantize import quantize_array
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
+from .._methods.names import as_method, MethodLike
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import named_leaves
 from .._tree.report import LeafReport, TreeReport

@@ -59,7 +59,7 @@ def look_up(codes: UInt8[Array, "*shape"], layout: Layout, *, gather: bool = Fal
     With `gather`, gathers values from any table of more than four.
     """
     if layout.kind == "integer":
-        return codes.astype(jnp.float32) + layout.offset
+        return codes.astype(jnp.float32) + layout.lowest
     if layout.kind != "table":
         return jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(jnp.float32)
     values: Sequence[ArrayLike] = [np.float32(value) for value in layout.table]
@@ -80,7 +80,7 @@ def decode_bytes(weight: PackedWeight, layout: Layout, dtype: DTypeLike) -> Floa
     """
     if layout.kind != "integer":
         return jax.lax.bitcast_convert_type(weight.codes, jnp.dtype(layout.kind)).astype(dtype)
-    return weight.codes.astype(dtype) + jnp.asarray(layout.offset, dtype)
+    return weight.codes.astype(dtype) + jnp.asarray(layout.lowest, dtype)
 
 
 def decode_columns(

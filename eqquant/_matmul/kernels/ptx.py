@@ -70,7 +70,7 @@ def small_integer_asm(bits: int, plane: int, offset: int, dtype: DTypeLike) -> s
 def small_code_asm(layout: Layout, plane: int, dtype: DTypeLike) -> str:
     """Returns the PTX that decodes a plane of four bytes of codes of at most four bits."""
     if _is_small_integer(layout, dtype):
-        return small_integer_asm(layout.bits, plane, int(layout.offset), dtype)
+        return small_integer_asm(layout.bits, plane, int(layout.lowest), dtype)
     return lookup_asm(layout.bits, plane)
 
 
@@ -177,7 +177,7 @@ def decode(
     `table` is the result of `load_table`.
     """
     if layout.bits == 8 and layout.kind == "integer":
-        offset = jnp.int32(layout.offset) if zero is None else (layout.offset - zero)[:, None]
+        offset = jnp.int32(layout.lowest) if zero is None else (layout.lowest - zero)[:, None]
         offset = jnp.broadcast_to(offset, codes.shape)
         if interpret:
             return (codes.astype(jnp.int32) + offset).astype(dtype)

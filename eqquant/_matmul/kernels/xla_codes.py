@@ -175,9 +175,9 @@ def operand(packed: PackedWeight, layout: Layout, operand_type: OperandType, uni
     if layout.bits == 8 and layout.kind == "integer":
         # Flipping the highest bit subtracts 128, and makes the code signed.
         values = jax.lax.bitcast_convert_type(codes ^ jnp.uint8(128), jnp.int8)
-        shift = layout.offset + 128
+        shift = layout.lowest + 128
     elif layout.kind == "integer":
-        values, shift = jax.lax.bitcast_convert_type(codes, jnp.int8) + jnp.int8(layout.offset), 0
+        values, shift = jax.lax.bitcast_convert_type(codes, jnp.int8) + jnp.int8(layout.lowest), 0
     else:
         values, shift = look_up(codes, layout).astype(jnp.int8), 0
     zero = None if packed.zero_point is None else per_unit(packed.zero_point).astype(jnp.int32) - shift

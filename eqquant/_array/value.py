@@ -34,7 +34,7 @@ Index: TypeAlias = (
 # Methods for Equinox and Quax, and aliases, which `dir` leaves out.
 _HIDDEN_FROM_DIR = {
     *("aval", "default", "enable_materialise", "materialise", "reshard", "with_mesh_and_axis"),
-    *("as_matrices", "constraints", "dense_for_jax", "linear", "lost_in_jax", "move", "quantized_as"),
+    *("as_matrices", "constraints", "dense_for_jax", "linear", "lost_in_jax", "move", "products", "quantized_as"),
     *("holds_codes", "is_diagonal", "leaf_axes"),
 }
 

@@ -110,9 +110,9 @@ def float_masters(
     **Raises:**
 
     `TypeError` if `optimizer` is not an optax optimizer. `init` raises `ValueError` if no quantized array is trained,
-    if `optax.MultiSteps` is around it, or if `masters` lacks a leaf or has one of another shape or, outside `jit`, the values of another weight. `update`
-    raises `ValueError` without parameters, or if the state or the gradients belong to other parameters. The message
-    names the leaf.
+    if `optax.MultiSteps` is around it, or if `masters` lacks a leaf or has one of another shape or, outside `jit`, the
+    values of another weight. `update` raises `ValueError` without parameters, or if the state or the gradients belong
+    to other parameters. The message names the leaf.
     """
     import optax
 

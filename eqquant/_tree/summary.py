@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Collection
 
+import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
@@ -12,8 +13,8 @@ from .._array.array import is_quantized, QuantizedArray
 from .._formats.base import AbstractFormat
 from .._numerics.axes import as_axes
 from .._types import PyTree
+from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.base import AbstractMatmulOverride
-from .._wrappers.low_precision import LowPrecisionArray
 from .._wrappers.mapped import AbstractMappedArray
 from .._wrappers.simulated import FakeQuantizedArray
 from .leaves import array_nbytes, DenseArray, is_mapped, Leaf, named_leaves
@@ -77,19 +78,17 @@ def _is_row(x: PyTree) -> bool:
 
 
 def _make_wrapper_rows(leaf: Leaf) -> list[LeafReport]:
-    """Returns the rows of a wrapped weight, whose products quantize one or both operands."""
+    """Returns the rows of a wrapped weight, and of the other arrays of its wrapper."""
     w = leaf.value
-    if not isinstance(w, LowPrecisionArray) and is_quantized(w.array):
+    if isinstance(w, ActivationQuantizedArray) and is_quantized(w.array):
         calibrated = "" if w.scale_bits is None else "; scale of activations from calibration"
         row = make_quantized_row(leaf.path, w.array, f"quantized{calibrated}", w.size * w.dtype.itemsize)
         return [row._replace(activations=w.activations, nbytes=w.nbytes)]
-    if isinstance(w, LowPrecisionArray):
-        delayed = "" if w.amax is None else ", by delayed scales"
-        how = f"round both operands to {w.forward!r}, and gradients to {w.gradient!r}{delayed}"
-    else:
-        how = f"quantize activations, to {w.activations!r}"
-    rows = summary({"array": w.array}).leaves
-    return [row._replace(path=f"{leaf.path}.{row.path}", reason=f"{row.reason}; its products {how}") for row in rows]
+    inside = summary({"array": w.array}).leaves
+    inside = [row._replace(reason=f"{row.reason}; its products {w.products}") for row in inside]
+    rest = eqx.tree_at(lambda w: w.array, w, None, is_leaf=lambda part: part is w.array)
+    others = [row for part in named_leaves(rest) for row in make_rows(part, f"a part of {type(w).__name__}")]
+    return [row._replace(path=f"{leaf.path}.{row.path}") for row in (*inside, *others)]
 
 
 def make_rows(leaf: Leaf, reason: str) -> list[LeafReport]:

@@ -122,6 +122,11 @@ class ActivationQuantizedArray(AbstractMatmulOverride):
         """The static scale, from calibration or learned; `None` for dynamic quantization."""
         return None if self.scale_bits is None else decode_learned_scale(self.scale_bits, self.log_factor)
 
+    @property
+    def products(self) -> str:
+        """What its products do, for reports."""
+        return f"quantize activations, to {self.activations!r}"
+
     def with_fixed_scale(self) -> "ActivationQuantizedArray":
         """Fixes a learned scale at the value that it has, so that it no longer trains.
 

@@ -97,6 +97,11 @@ class AbstractMatmulOverride(AbstractWrapper):
     low-rank factors see the wrapped weight, under its path in the float model.
     """
 
+    @property
+    @abc.abstractmethod
+    def products(self) -> str:
+        """What its products do, for reports: "add a bias"."""
+
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the dense weight."""
         return self._dequantize_inner()

@@ -71,6 +71,12 @@ class LowPrecisionArray(AbstractMatmulOverride):
         self.stochastic = stochastic
         self.amax = amax
 
+    @property
+    def products(self) -> str:
+        """What its products do, for reports."""
+        delayed = "" if self.amax is None else ", by delayed scales"
+        return f"round both operands to {self.forward!r}, and gradients to {self.gradient!r}{delayed}"
+
     def transpose(self, *axes: int | Sequence[int] | None) -> Array | AbstractArrayValue:
         """Permutes the logical axes of the weight."""
         order = as_permutation(axes, self.ndim)

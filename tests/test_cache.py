@@ -47,7 +47,7 @@ def append(cache, keys, values, count=None):
 def attend(cache, queries):
     scores = cache.scores(queries) / SIZE**0.5
     seen = jnp.expand_dims(cache.positions < CONTEXT, -3)  # for all heads
-    return cache.mix(jax.nn.softmax(jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf)))
+    return cache.weighted_values(jax.nn.softmax(jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf)))
 
 
 @pytest.mark.long
@@ -95,7 +95,9 @@ def test_sequences_of_a_batch_do_not_change_each_other():
         units = jnp.broadcast_to(jnp.eye(SIZE), (3, HEADS, SIZE, SIZE))
         scores, tokens = np.asarray(cache.scores(units)), np.arange(38)
         at = np.asarray(cache.positions) == tokens[:, None]  # the place of each token
-        mixed = np.asarray(cache.mix(jnp.broadcast_to(at[:, None], (3, HEADS, *at.shape[1:])).astype(jnp.float32)))
+        mixed = np.asarray(
+            cache.weighted_values(jnp.broadcast_to(at[:, None], (3, HEADS, *at.shape[1:])).astype(jnp.float32))
+        )
         for n, one in enumerate(alone):
             length = cache.length[n]
             held = ((scores[n] @ at[n].T).swapaxes(1, 2), keys, 127), (mixed[n], values, 7 if way is channels else 127)
@@ -112,6 +114,46 @@ def test_sequences_of_a_batch_do_not_change_each_other():
             np.testing.assert_array_equal(cache.positions[n], one.positions)
             expected = one.scores(units[n])
             np.testing.assert_allclose(scores[n][..., seen], expected[..., seen], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["float, window", "int8", "affine", "int3"])
+def test_truncate_keeps_what_the_first_tokens_were(way):
+    """Within the window, at its edge, in an earlier one, to nothing, and in a row that is shorter already."""
+    keys, values = data(5)
+    cache = eqq.QuantizedCache.empty((5, HEADS, CONTEXT, SIZE), **WAYS[way])
+    cache = append(cache, keys, values, jnp.array([158, 158, 158, 158, 3]))
+    kept = jnp.array([150, 128, 37, 0, 40])
+    cut = jax.jit(lambda cache, length: cache.truncate(length))(cache, kept)
+    assert cut.length.tolist() == [150, 128, 37, 0, 3]
+    queries, last = weights(jr.key(1), (5, HEADS, 1, SIZE)), cut.length[:, None] - 1
+    see = jax.jit(lambda cache, at: cache.attend(queries, at))
+    np.testing.assert_allclose(see(cut, last), see(cache, last), atol=1e-6)
+    # And equal to a cache that never held more, where floats are not lost.
+    fresh = append(eqq.QuantizedCache.empty((5, HEADS, CONTEXT, SIZE), **WAYS[way]), keys, values, cut.length)
+    lossy = 2 if cut.window and way != "float, window" else None
+    equal = np.array([n for n in range(5) if n != lossy])
+    np.testing.assert_allclose(see(cut, last)[equal], see(fresh, last)[equal], atol=1e-6)
+    # What follows takes the places of what was cut off, and fills windows that hold tokens from before.
+    at = cut.length[:, None, None, None] + jnp.arange(CONTEXT).reshape(1, 1, -1, 1)
+    rest = [jnp.take_along_axis(x, at, axis=2) for x in (keys, values)]
+    again, whole = (append(c, *rest, CONTEXT - cut.length) for c in (cut, fresh))
+    found, wanted = (see(c, jnp.full((5, 1), CONTEXT - 1)) for c in (again, whole))
+    np.testing.assert_allclose(found[equal], wanted[equal], atol=1e-6)
+    np.testing.assert_allclose(found, wanted, atol=0.1)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_truncate_is_of_whole_numbers():
+    cache = eqq.QuantizedCache.empty((3, HEADS, 8, SIZE), "int8").append(*(jnp.ones((3, HEADS, 5, SIZE)),) * 2)
+    assert cache.truncate(2).length.tolist() == [2] * 3
+    assert jax.jit(lambda cache, n: cache.truncate(n))(cache, jnp.array([-1, 3, 9])).length.tolist() == [0, 3, 5]
+    for length, error in (
+        (-1, r"`length` must not be negative. Got -1"),
+        (jnp.array([1, 2]), r"one for each row of \(3,\). Got \(2,\)"),
+        (2.5, "`length` must be whole numbers. Got float32"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            cache.truncate(length)
 
 
 @pytest.mark.long
@@ -275,8 +317,8 @@ def test_arrays_of_wrong_shapes_are_errors():
         cache.append(keys, values)
     with pytest.raises(ValueError, match=r"here \(2, 9, 32\). Got \(3, 9, 32\)"):
         cache.append(*(jnp.ones((3, 9, SIZE)) for _ in range(2)))
-    for name, last, size in (("queries", "size", SIZE), ("shares", "places", 8)):
-        call = cache.scores if name == "queries" else cache.mix
+    for name, last, size in (("queries", "size", SIZE), ("probabilities", "places", 8)):
+        call = cache.scores if name == "queries" else cache.weighted_values
         for shape, more in [
             ((3 * HEADS, 5, size), rf"Heads that share keys.*: write `{name}.reshape\(2, 15, {size}\)`"),
             ((HEADS + 1, 5, size), "$"),
@@ -316,7 +358,7 @@ def test_nan_in_padding_is_masked(window):
     new = jnp.ones((2, 1, 3, 4)).at[:, :, 1:].set(jnp.nan)
     cache = append(cache, new, new, jnp.array([1, 1]))
     shares = jnp.where(jnp.expand_dims(cache.positions, -3) <= 0, 1.0, 0.0)
-    np.testing.assert_allclose(cache.mix(shares), 1, rtol=0.01)
+    np.testing.assert_allclose(cache.weighted_values(shares), 1, rtol=0.01)
 
 
 def test_count_limits_the_appended_tokens():

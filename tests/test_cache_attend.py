@@ -47,11 +47,11 @@ def ask(heads=2 * HEADS, size=SIZE, dtype=jnp.float32):
 
 @jax.jit
 def parts(cache, queries):
-    """Scores, their positions, and the values as columns of `mix`, all in float32 for the reference."""
+    """Scores, their positions, and the values as columns of `weighted_values`, all in float32 for the reference."""
     rows = queries.reshape(BATCH, HEADS, -1, queries.shape[-1])
     places = cache.context + cache.window
     units = jnp.broadcast_to(jnp.eye(places, dtype=rows.dtype), (BATCH, HEADS, places, places))
-    return cache.scores(rows), cache.positions, cache.mix(units)
+    return cache.scores(rows), cache.positions, cache.weighted_values(units)
 
 
 def expected(cache, queries, positions, scale=None, window=0, cap=None):
@@ -124,7 +124,27 @@ def test_a_token_that_sees_nothing_is_zero(way):
     np.testing.assert_allclose(cache.attend(queries, wide), latest, atol=tolerance(jnp.float32))
 
 
-def test_gradients_are_those_of_scores_and_mix():
+@pytest.mark.parametrize("way", ["float", "int8", "float, window"])
+def test_rows_without_room_are_nan(way):
+    """Not zeros, nor attention to the tokens that had room: natively and by XLA. Other rows are as they were."""
+    cache, (queries, positions) = filled(way), ask()
+    new = weights(jr.key(2), (BATCH, HEADS, NEW, SIZE))
+    count = jnp.array([3, 3, 2])
+    cache = jax.jit(lambda cache, *new: cache.append(*new))(cache, new, new, count)  # 80, 6 and 42 of 80
+    attend = jax.jit(lambda cache, q, at: cache.attend(q, at, sliding_window=2))
+    assert jnp.isfinite(attend(cache, queries, positions)).all()
+    over = jax.jit(lambda cache, *new: cache.append(*new))(cache, new, new, count)
+    many = jnp.tile(queries, (1, 1, 6, 1))[:, :, :17], jnp.tile(positions, (1, 6))[:, :17]
+    for args in ((queries, positions), (queries, positions + 3), many):
+        found = attend(over, *args)
+        assert jnp.isnan(found[0]).all() and jnp.isfinite(found[1:]).all()
+    mixed = over.weighted_values(jnp.zeros((BATCH, HEADS, 1, CONTEXT + over.window)))
+    assert jnp.isnan(mixed[0]).all() and jnp.isfinite(mixed[1:]).all()
+    back = over.truncate(cache.length)
+    np.testing.assert_allclose(attend(back, queries, positions), attend(cache, queries, positions), atol=1e-6)
+
+
+def test_gradients_are_those_of_scores_and_weighted_values():
     cache = filled("float")
     queries, positions = ask(HEADS)
     at = positions[:, :, None]
@@ -132,7 +152,7 @@ def test_gradients_are_those_of_scores_and_mix():
     def by_hand(cache, q):
         seen = jnp.broadcast_to((cache.positions <= at)[:, None], (BATCH, HEADS, NEW, CONTEXT))
         scores = jnp.where(seen, cache.scores(q) / SIZE**0.5, -jnp.inf)
-        return cache.mix(jax.nn.softmax(scores))
+        return cache.weighted_values(jax.nn.softmax(scores))
 
     def gradient(attend):
         loss = lambda floats, q: jnp.sum(attend(eqq.QuantizedCache(*floats, None, cache.length), q) ** 2)

@@ -46,9 +46,11 @@ class AttendedCache(Protocol):
     length: Array
 
     @property
+    def context(self) -> int: ...
+    @property
     def positions(self) -> Array: ...
     def scores(self, queries: Array, dtype: DTypeLike | None = None) -> Array: ...
-    def mix(self, shares: Array) -> Array: ...
+    def weighted_values(self, probabilities: Array) -> Array: ...
 
 
 def bind_attention(
@@ -90,8 +92,15 @@ def attend_by_xla(
     seen = grouped.reshape(scores.shape)
     # A token that sees nothing gets zeros. Its scores are zeros too, since a softmax of nothing is NaN.
     hidden = jnp.where(seen.any(axis=-1, keepdims=True), -jnp.inf, jnp.zeros_like(scores[..., :1]))
-    shares = jax.nn.softmax(jnp.where(seen, scores, jnp.broadcast_to(hidden, scores.shape)))
-    return cache.mix(jnp.where(seen, shares, 0).astype(queries.dtype))
+    probabilities = jax.nn.softmax(jnp.where(seen, scores, jnp.broadcast_to(hidden, scores.shape)))
+    return cache.weighted_values(jnp.where(seen, probabilities, 0).astype(queries.dtype))
+
+
+def nan_without_room(cache: AttendedCache, y: Float[Array, "*batch heads rows size"]) -> Array:
+    """Returns the results of attention, with NaN in rows whose newest tokens had no room in the cache."""
+    # Computed, since `jax_debug_nans` stops at a constant NaN.
+    zero_or_nan = jnp.sqrt(jnp.minimum(cache.context - cache.length, 0).astype(y.dtype))
+    return y + jnp.broadcast_to(zero_or_nan[..., None, None, None], y.shape)
 
 
 def _by_xla(*leaves: Array, tree: PyTreeDef, scale: float, cap: float) -> Array:
@@ -105,7 +114,8 @@ def _native(*leaves: Array, tree: PyTreeDef, scale: float, cap: float) -> Array:
     if not few or calls.why_not_attend(queries) is not None or not (_is_read(cache.keys) and _is_read(cache.values)):
         return attend_by_xla(queries, positions, window, cache, scale, cap)
     stored = (_as_rows(cache.keys), _as_rows(cache.values))
-    return calls.attend(queries, positions, cache.length.astype(jnp.int32), window, *stored, scale=scale, cap=cap)
+    length = cache.length.astype(jnp.int32)
+    return nan_without_room(cache, calls.attend(queries, positions, length, window, *stored, scale=scale, cap=cap))
 
 
 def _is_read(x: MaybeQuantized) -> bool:

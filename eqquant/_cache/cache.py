@@ -16,8 +16,16 @@ from .._array.array import is_quantized, QuantizedArray
 from .._formats.base import AbstractFormat, segment_length
 from .._formats.names import as_format
 from .._mesh import full_spec, place
-from .attention import attend_by_xla, bind_attention, EMPTY_POSITION
-from .write import append_to_window, MaybeQuantized, quantized_zeros, slice_tokens, write_rows, write_tokens
+from .attention import attend_by_xla, bind_attention, EMPTY_POSITION, nan_without_room
+from .write import (
+    append_to_window,
+    MaybeQuantized,
+    quantized_zeros,
+    read_window,
+    slice_tokens,
+    write_rows,
+    write_tokens,
+)
 
 
 _INT32 = np.iinfo(np.int32)
@@ -40,18 +48,22 @@ class QuantizedCache(eqx.Module):
             return cache.attend(q, positions), cache
         ```
 
-    `attend` reads packed keys and values, and makes no dense copy. `scores` and `mix` are its two products, for other
-    masks. `append` writes at a traced position, so the cache can be a carry of `scan`, maps under `vmap`, and with
-    donation is updated in place. Leading axes of the shape are batch axes: each row of the batch has its own length.
+    `attend` reads packed keys and values, and makes no dense copy. `scores` and `weighted_values` are its two products,
+    for other masks. `append` writes at a traced position, so the cache can be a carry of `scan`, maps under `vmap`, and
+    with donation is updated in place. Leading axes of the shape are batch axes: each row of the batch has its own
+    length.
 
     Scales are per token and head. With `per_channel`, scales of keys are per channel of a head, in groups of tokens,
     because in many models a few channels of the keys are much larger than the others. Then tokens wait in a float
     window until their group is full, as in [KIVI](https://arxiv.org/abs/2402.02750).
 
-    - `keys`, `values`: [`eqquant.QuantizedArray`][]s, or floats, of shape `(*batch, heads, context, size)`.
-    - `recent`: the keys and the values of the newest tokens, floats of shape `(*batch, heads, window, size)`; `None`
-        without a window.
-    - `length`: how many tokens each row of the batch holds: int32 `(*batch,)`.
+    - `keys`, `values`: [`eqquant.QuantizedArray`][]s, or floats, both of shape `(*batch, heads, context, size)`.
+    - `recent`: the keys and the values of the tokens from `length // window * window` on, floats of shape
+        `(*batch, heads, window, size)`; `None` without a window. The context is whole windows.
+    - `length`: how many tokens each row of the batch holds: int32 `(*batch,)`. Change it by `truncate`, which changes
+        `recent` with it.
+
+    Methods raise a `ValueError` if the fields have other shapes or dtypes. Values are not checked.
     """
 
     keys: Float[MaybeQuantized, "*batch heads context size"]
@@ -174,8 +186,9 @@ class QuantizedCache(eqx.Module):
         **Raises:**
 
         `ValueError` for other shapes, and, outside `jit`, for another `count` or if there is no room. Inside `jit`
-        lengths are not known, and tokens without room are dropped.
+        lengths are not known, and tokens without room are dropped: attention of such a row is NaN.
         """
+        self._check_fields()
         expected = (*self.values.shape[:-2], keys.shape[-2], self.values.shape[-1])
         if keys.shape != expected or values.shape != expected:
             raise ValueError(
@@ -215,6 +228,78 @@ class QuantizedCache(eqx.Module):
             recent = slice_tokens(tokens[0], start, window), slice_tokens(tokens[1], start, window)
         return QuantizedCache(write(self.keys, tokens[0]), write(self.values, tokens[1]), recent, length)
 
+    def truncate(self, length: Int[Array, "*batch"] | int) -> "QuantizedCache":
+        """Keeps the first tokens of each row, such as those that speculative decoding accepts.
+
+        The tokens that stay are read as before. With a float window, those of an earlier window have lost their floats:
+        they return to the window as they were quantized, and are quantized again when it is full.
+
+        !!! Example
+
+            ```python
+            cache = cache.truncate(cache.length - rejected)   # rejected: integers `(*batch,)`
+            ```
+
+        **Arguments:**
+
+        - `length`: how many tokens to keep: an integer, or integers `(*batch,)`. Shorter rows stay as they are.
+
+        **Returns:**
+
+        The cache with at most `length` tokens in each row.
+
+        **Raises:**
+
+        `TypeError` if `length` is not of integers. `ValueError` for another shape, and, outside `jit`, if it is
+        negative. Inside `jit` a negative length is 0.
+        """
+        self._check_fields()
+        length = jnp.asarray(length)
+        if not jnp.issubdtype(length.dtype, jnp.integer):
+            raise TypeError(f"`length` must be whole numbers. Got {length.dtype}.")
+        if length.ndim and length.shape != self.length.shape:
+            raise ValueError(
+                f"`length` must be one number, or one for each row of {self.length.shape}. Got {length.shape}."
+            )
+        if not isinstance(length, jax.core.Tracer) and jnp.any(length < 0):
+            raise ValueError(f"`length` must not be negative. Got {length}.")
+        length = jnp.clip(jnp.broadcast_to(_as_int32(length), self.length.shape), 0, self.length)
+        if self.recent is None:
+            return QuantizedCache(self.keys, self.values, None, length)
+        window = self.window
+        start = length // window * window
+        is_earlier = (start < self.length // window * window)[..., None, None, None]
+
+        def refill(recent: Array, packed: MaybeQuantized) -> Array:
+            tokens = read_window(packed, start, window).astype(recent.dtype)
+            return jnp.where(jnp.broadcast_to(is_earlier, recent.shape), tokens, recent)
+
+        recent = refill(self.recent[0], self.keys), refill(self.recent[1], self.values)
+        return QuantizedCache(self.keys, self.values, recent, length)
+
+    def _check_fields(self) -> None:
+        """Raises unless the fields fit each other, since `eqx.tree_at` may replace each alone."""
+        shape, window = self.values.shape, self.window
+        floats = [("keys", self.keys, shape), ("values", self.values, shape)]
+        floats += [(f"recent[{n}]", x, (*shape[:-2], window, shape[-1])) for n, x in enumerate(self.recent or ())]
+        for name, x, expected in [*floats, ("length", self.length, shape[:-3])]:
+            kind = jnp.integer if name == "length" else jnp.floating
+            if x.shape != expected or not jnp.issubdtype(x.dtype, kind):
+                kinds = "integers" if name == "length" else "floats"
+                raise ValueError(
+                    f"`{name}` must be {kinds} of shape {expected}, in a cache whose `values` have shape {shape}. "
+                    f"Got {x.dtype} of shape {x.shape}."
+                )
+        axes = [x.axis if isinstance(x, QuantizedArray) else -1 for x in (self.keys, self.values)]
+        if axes not in ([-1, -1], [-2, -1]):
+            raise ValueError(f"`keys` must have `axis=-1` or -2, and `values` -1. Got {axes[0]} and {axes[1]}.")
+        group = _min_window(self.keys.format) if axes[0] == -2 and isinstance(self.keys, QuantizedArray) else 1
+        if (self.recent is not None or group > 1) and (not window or window % group or self.context % window):
+            raise ValueError(
+                f"`recent` must have room for a multiple of {group} tokens, of which the context, {self.context}, is "
+                f"whole windows. Got {window}."
+            )
+
     def _arange(self, n: int) -> Int[Array, "*ones n"]:
         return jnp.arange(n, dtype=jnp.int32).reshape(*[1] * self.length.ndim, n)
 
@@ -243,26 +328,28 @@ class QuantizedCache(eqx.Module):
             return old
         return jnp.concatenate([old, _multiply(queries, self.recent[0], dtype)], axis=-1)
 
-    def mix(self, shares: Float[Array, "*batch heads rows places"]) -> Float[Array, "*batch heads rows size"]:
-        """Sums the values of all places, weighted by `shares`.
+    def weighted_values(
+        self, probabilities: Float[Array, "*batch heads rows places"]
+    ) -> Float[Array, "*batch heads rows size"]:
+        """Sums the values of all places, weighted by probabilities.
 
         **Arguments:**
 
-        - `shares`: probabilities, such as a masked softmax of `scores`: zero for hidden tokens.
+        - `probabilities`: such as a masked softmax of `scores`: zero for hidden tokens.
 
         **Returns:**
 
-        For each row, one vector.
+        For each row, one vector; NaN where the cache has more tokens than fit.
 
         **Raises:**
 
         `ValueError` for other shapes.
         """
-        self._check_rows(shares, "shares", "places", self.context + self.window)
-        old = shares[..., : self.context] @ self.values.astype(shares.dtype)
-        if self.recent is None:
-            return old
-        return old + shares[..., self.context :] @ self.recent[1].astype(shares.dtype)
+        self._check_rows(probabilities, "probabilities", "places", self.context + self.window)
+        y = probabilities[..., : self.context] @ self.values.astype(probabilities.dtype)
+        if self.recent is not None:
+            y = y + probabilities[..., self.context :] @ self.recent[1].astype(probabilities.dtype)
+        return nan_without_room(self, y)
 
     def attend(
         self,
@@ -284,18 +371,21 @@ class QuantizedCache(eqx.Module):
         - `positions`: the position of each new token in its text: `length` *before* `append`, and on. A token sees
             cached tokens at positions up to and including its own.
         - `scale`: of the scores; by default `1 / sqrt(size)`. Multiply queries by a traced one instead.
-        - `sliding_window`: how many tokens a token sees, its own included; `None` or 0 for all. May be traced.
+        - `sliding_window`: how many tokens a token sees, its own included; `None` or 0 for all. May be traced. Tokens
+            before it stay in the cache, whose context must be as long as the text.
         - `soft_cap`: bounds scores by `soft_cap * tanh(score / soft_cap)`, as Gemma 2 does.
 
         **Returns:**
 
-        One vector for each query, of the dtype of `queries`; zeros for a token that sees none. Ignore those of padding.
+        One vector for each query, of the dtype of `queries`; zeros for a token that sees none, and NaN in rows with
+        more tokens than fit. Ignore those of padding.
 
         **Raises:**
 
         `ValueError` for other shapes, a negative window, or a cap out of range. `TypeError` for other dtypes,
         and for a `scale` or `soft_cap` that is traced.
         """
+        self._check_fields()
         *front, heads, _, size = self.values.shape
         given = queries.shape[-3] if queries.ndim == self.values.ndim else 0
         if queries.shape != (*front, given, queries.shape[-2], size) or given < 1 or given % heads:
@@ -330,6 +420,7 @@ class QuantizedCache(eqx.Module):
 
     def _check_rows(self, x: Array, name: str, last: str, length: int) -> None:
         """Raises unless the last axis has this length, and batch axes and heads broadcast."""
+        self._check_fields()
         front = self.values.shape[:-2]
         try:
             jnp.broadcast_shapes(x.shape[:-2], front)

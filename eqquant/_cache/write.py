@@ -8,6 +8,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from .._array.array import QuantizedArray
+from .._array.dense import allow_dense
 from .._array.quantize import quantize_array
 from .._compat import vary_alike
 from .._formats.base import AbstractFormat
@@ -47,28 +48,54 @@ def write_tokens(
     """Quantizes tokens and writes them to their places; zeros unless `needed`."""
     if not isinstance(old, QuantizedArray):
         return write_rows(old, new.astype(old.dtype), at)
-    bits, across = old.format.bits, old.axis != -1
-    # Zero points of several groups share bytes.
-    unpack_zero_points = lambda q: dataclasses.replace(q, zero_point_bits=q.zero_point) if across else q
-    pack = lambda: jtu.tree_leaves(unpack_zero_points(_quantize_rows(new.astype(old.dtype), old.format, old.axis)))
+    across = old.axis != -1
+    unpack = _unpack_zero_points if across else lambda q: q
+    pack = lambda: jtu.tree_leaves(unpack(_quantize_rows(new.astype(old.dtype), old.format, old.axis)))
     if needed is True:
         packed = pack()
     else:
         nothing = lambda: jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(pack))
         packed = jax.lax.cond(needed, pack, nothing)
-    leaves, treedef = jtu.tree_flatten(unpack_zero_points(old))
+    leaves, treedef = jtu.tree_flatten(unpack(old))
     if not across:
         return jtu.tree_unflatten(treedef, [write_rows(leaf, x, at) for leaf, x in zip(leaves, packed, strict=True)])
-    # Codes and scales of a group are contiguous, so a group is a row.
     groups, count, whole = at[..., ::group] // group, new.shape[-2] // group, old.shape[-2] // group
-    in_rows = lambda leaf, n: leaf.reshape(*leaf.shape[:-1], n, leaf.shape[-1] // n)
     written = [
-        write_rows(in_rows(leaf, whole), in_rows(x, count), groups).reshape(leaf.shape)
+        write_rows(_in_rows(leaf, whole), _in_rows(x, count), groups).reshape(leaf.shape)
         for leaf, x in zip(leaves, packed, strict=True)
     ]
-    q = jtu.tree_unflatten(treedef, written)
+    return _pack_zero_points(jtu.tree_unflatten(treedef, written))
+
+
+def read_window(
+    x: MaybeQuantized, start: Int[Array, "*batch"], length: int
+) -> Float[Array, "*batch heads length size"]:
+    """Dequantizes the tokens of one window."""
+    if not isinstance(x, QuantizedArray):
+        return slice_tokens(x, start, length)
+    if x.axis == -1:
+        q = jtu.tree_map(lambda leaf: slice_tokens(leaf, start, length), x)
+    else:
+        windows = x.shape[-2] // length
+        read = lambda leaf: slice_tokens(_in_rows(leaf, windows), start // length, 1)[..., 0, :]
+        q = _pack_zero_points(jtu.tree_map(read, dataclasses.replace(_unpack_zero_points(x), lengths=(length,))))
+    with allow_dense():
+        return q.dequantize()
+
+
+def _in_rows(leaf: Array, groups: int) -> Array:
+    """Returns a row for each group of tokens, whose codes and scales are contiguous."""
+    return leaf.reshape(*leaf.shape[:-1], groups, leaf.shape[-1] // groups)
+
+
+# Zero points of several groups share bytes.
+def _unpack_zero_points(q: QuantizedArray) -> QuantizedArray:
+    return dataclasses.replace(q, zero_point_bits=q.zero_point)
+
+
+def _pack_zero_points(q: QuantizedArray) -> QuantizedArray:
     zero_point = q.zero_point_bits
-    return q if zero_point is None else dataclasses.replace(q, zero_point_bits=pack_codes(zero_point, bits))
+    return q if zero_point is None else dataclasses.replace(q, zero_point_bits=pack_codes(zero_point, q.format.bits))
 
 
 def write_rows(old: Array, new: Array, at: Int[Array, "*batch rows"]) -> Array:

@@ -115,9 +115,9 @@ class AbstractCodes(AbstractArrayValue):
 
 
 def check_leaves(q: AbstractCodes) -> None:
-    """Raises if a leaf is no longer an unsigned integer.
+    """Raises if a leaf is no longer an unsigned integer, or its shape does not belong to the codes.
 
-    Dtypes are static, so this costs nothing in `jit`.
+    Dtypes and shapes are static, so this costs nothing in `jit`.
     """
     codes, gradient_of = q.codes, q.gradient_of
     if codes is None:
@@ -145,6 +145,7 @@ def check_leaves(q: AbstractCodes) -> None:
                 "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
                 "the result. To change its dtype, call `q.astype(dtype)` on the array as a whole."
             )
+    _check_shapes(q)
     if gradient_of is None:
         return
     ranks = {leaf.ndim for leaf in (codes, gradient_of) if isinstance(leaf, jax.Array)}
@@ -155,6 +156,26 @@ def check_leaves(q: AbstractCodes) -> None:
             "only one of them apart. Split the model with `eqx.partition(model, eqx.is_array)`, not with "
             "`eqx.is_inexact_array`, which leaves codes behind."
         )
+
+
+def _check_shapes(q: AbstractCodes) -> None:
+    """Raises if scales, zero points or offsets are not those of the blocks of the codes."""
+    codes, format, row = q.codes, q.format, row_length(q)
+    if not hasattr(codes, "dtype") or codes.shape[-1:] != (packed_length(format, row),):  # which `shape` refuses
+        return
+    blocks = num_blocks(row, format.block_size)
+    packed = packing.packed_length(blocks, format.bits)
+    for name, leaf, length in (
+        ("scale", q.scale_bits, blocks),
+        ("zero point", q.zero_point_bits, packed),
+        ("offset", q.offset_bits, blocks),
+    ):
+        if hasattr(leaf, "dtype") and leaf.shape != (*codes.shape[:-1], length):
+            raise ValueError(
+                f"The leaves of a quantized array must share their leading axes. Got codes of shape {codes.shape} and "
+                f"{name} of shape {leaf.shape} instead of {(*codes.shape[:-1], length)}. Change all leaves "
+                "alike, as `jax.tree.map(lambda leaf: leaf[i], q)` does."
+            )
 
 
 def row_length(q: AbstractCodes) -> int:

@@ -14,6 +14,7 @@ import wadler_lindig as wl
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int32
 
 from .._array.array import is_quantized, QuantizedArray
+from .._array.codes import check_leaves
 from .._array.contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .._array.moves import Move
 from .._array.primitive import bind_matmul
@@ -67,6 +68,7 @@ class SelectedArray(AbstractArrayValue):
 
     def gather(self) -> QuantizedArray:
         """Returns a copy of the selected arrays."""
+        check_leaves(self.stack)
         return jtu.tree_map(lambda leaf: leaf[self.index], self.stack)
 
     def dequantize(self) -> Float[Array, "..."]:

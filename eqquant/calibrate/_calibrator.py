@@ -189,22 +189,44 @@ class AbstractCalibrator(eqx.Module):
 def _add(calibrator: AbstractCalibrator, x: Float32[Array, "..."]) -> tuple[PyTree[Array], Bool[Array, "*scales"]]:
     # XLA on CPU drops NaN in a vectorized `max` or `min` (https://github.com/openxla/xla/issues/21461), so the state of
     # the calibrator may look finite although the data was not.
+    _check_state(calibrator)
     finite = calibrator._blocks.map(lambda v: jnp.all(jnp.isfinite(v), axis=-1), x)
     return calibrator._add(x), calibrator.finite & finite
 
 
-_join = jax.jit(lambda calibrator, other: calibrator._join(other))
+@jax.jit
+def _join(calibrator: AbstractCalibrator, other: AbstractCalibrator) -> PyTree[Array]:
+    _check_state(calibrator)
+    _check_state(other)
+    return calibrator._join(other)
 
 
 @jax.jit
 def _compute_result(calibrator: AbstractCalibrator) -> tuple[Array, Array, Array, Array | None]:
     """Returns the range, widened to include zero, and its scales and zero points."""
+    _check_state(calibrator)
     low, high = calibrator.range()
     # Before any data the extremes are infinite.
     low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
     scale, zero_point = choose_qparams(low, high, calibrator.format)
     mark = lambda x: jnp.where(calibrator.finite, x, jnp.nan)
     return mark(low), mark(high), mark(scale), zero_point
+
+
+def _check_state(calibrator: AbstractCalibrator) -> None:
+    """Raises unless the arrays of the state are those of `shape` and `format`, after the axes of a stack."""
+    names = ("seen", "finite", "batches")
+    new = jax.eval_shape(lambda: dataclasses.replace(calibrator, seen=None))
+    state = lambda x: jtu.tree_leaves_with_path({name: getattr(x, name) for name in names})
+    stack = calibrator.batches.shape
+    for (path, leaf), (_, start) in zip(state(calibrator), state(new), strict=True):
+        if leaf.shape != (*stack, *start.shape) or leaf.dtype != start.dtype:
+            name = jtu.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"`{name}` of {_describe_settings(calibrator)} must be {start.dtype} of shape "
+                f"{(*stack, *start.shape)}. Got {leaf.dtype} of shape {leaf.shape}. `update` and `merge` change the "
+                "state of a calibrator, together."
+            )
 
 
 def _add_saturating(batches: Int32[Array, "..."], new: Int32[Array, "..."] | int) -> Int32[Array, "..."]:

@@ -33,8 +33,8 @@ SHAPE = ("I64", np.array([4, 64]))
 @pytest.mark.parametrize(
     "tensors, message",
     [
-        (GPTQ | {"qzeros": words(8)}, "companion 'qzeros' of two dimensions"),
-        (GPTQ | {"scales": halves(64)}, "companion 'scales' of two dimensions"),
+        (GPTQ | {"qzeros": words(8)}, "qzeros': It must have two dimensions. Got [8]"),
+        (GPTQ | {"scales": halves(64)}, "scales': It must have two dimensions. Got [64]"),
         (
             GPTQ | {"qweight": ("F32", np.zeros((8, 32), np.float32))},
             "I32 of two dimensions, with floating point scales",

@@ -15,13 +15,30 @@ from .._files import Files
 from .._memory import to_jax
 from .._repack import repack, Unpacked
 from .._tensors import DTYPES, StoredTensor
+from ._settings import find_settings, find_unknown
 
 
 # The integer format of each width.
 INTEGERS = {8: Int8, 6: Int6, 5: Int5, 4: Int4, 3: Int3, 2: Int2}
 FLOATS = ("F16", "BF16", "F32")
 SMALL_FLOATS = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4")
-Parts = Mapping[str, StoredTensor]
+# What libraries store beside `L.weight`, by its name after `L`. Beside an array of another name, such as `experts.up`,
+# stand those that begin with `weight`: `weight_scale` is `experts.up_scale`. What belongs to activations, such as
+# `input_scale`, is an array of its own.
+PARTS = tuple(
+    """
+    weight weight_scale weight_scale_inv weight_scales_inv weight.scale scale qscale_weight scale_weight weight_scale_2
+    pre_quant_scale comfy_quant
+    weight_packed weight_zero_point weight_g_idx weight_shape weight_shape_original weight_global_scale
+    qweight qzeros scales g_idx biases
+    weight.absmax weight.quant_map weight.nested_absmax weight.nested_quant_map SCB weight_format
+    weight.quant_state.bitsandbytes__nf4 weight.quant_state.bitsandbytes__fp4
+    weight_blocks weight_scales
+    _weight_qdata _weight_scale _weight__scale_e4m3 _weight__per_tensor_scale _weight_zero_point
+    _weight_act_pre_scale
+    """.split()
+)
+Parts = dict[str, StoredTensor]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +47,8 @@ class Item:
 
     - `entry`: its shape, dtype and format.
     - `stored_as`: its name in the file: a dtype, or the name of a layout.
-    - `tensors`: the tensors that hold it. Errors name the first one.
+    - `tensors`: the tensors that hold it. Errors name the first one, which alone a reader gives; `read_items` adds
+        the others.
     - `load`: reads it, or its parts, which are repacked.
     - `problem`: why it cannot be read, if that is known. Then `load` raises.
     """
@@ -60,19 +78,17 @@ class Item:
 def plain(t: StoredTensor) -> Item:
     """A dense array."""
     if t.dtype not in DTYPES:
-        return unreadable_item(t, (t,), t.dtype, f"eqquant does not know the dtype {t.dtype[:40]!r}")
+        return unreadable_item(t, t.dtype, f"eqquant does not know the dtype {t.dtype[:40]!r}")
     dtype = DTYPES[t.dtype][1]
     if dtype is None:
-        return unreadable_item(t, (t,), t.dtype, f"no library agrees about the order of packed {t.dtype}")
+        return unreadable_item(t, t.dtype, f"no library agrees about the order of packed {t.dtype}")
     return Item(Entry("array", dtype, t.shape), t.dtype, (t,), lambda: to_jax(t.array()))
 
 
-def unreadable_item(
-    t: StoredTensor, tensors: tuple[StoredTensor, ...], stored_as: str, problem: str, dtype: str | None = None
-) -> Item:
+def unreadable_item(t: StoredTensor, stored_as: str, problem: str, dtype: str | None = None) -> Item:
     """An array that this package cannot read, with the reason."""
     load = lambda: t.fail(f"{problem[0].upper()}{problem[1:]}.")
-    return Item(Entry("array", dtype or t.dtype, t.shape), stored_as, tensors, load, problem)
+    return Item(Entry("array", dtype or t.dtype, t.shape), stored_as, (t,), load, problem)
 
 
 def _damaged_item(tensors: tuple[StoredTensor, ...], error: str) -> Item:
@@ -97,23 +113,72 @@ def weight(
     return Entry("quantized", dtype, shape, format, axes, order=(-1, shape[-1:]) if permuted else None)
 
 
-def group(tensors: Parts, anchors: tuple[str, ...], suffixes: Iterable[str]) -> dict[str, dict[str, StoredTensor]]:
-    """Returns the tensors of each weight by their suffixes.
+def find_weights(files: Files, *anchors: str) -> list[str]:
+    """Returns the name of each weight that has one of these parts."""
+    found: dict[str, None] = {}
+    for anchor in anchors:
+        rest = anchor.removeprefix("weight")
+        end, weight = (rest, "") if rest != anchor else (f".{anchor}", ".weight")
+        found |= {name.removesuffix(end) + weight: None for name in files.tensors if name.endswith(end)}
+    return list(found)
 
-    The name of a weight stands before one of the `anchors`.
+
+def group(files: Files, weights: Iterable[str]) -> dict[str, Parts]:
+    """Returns the tensors of each weight under their names beside `weight`: each of `PARTS`, and all of `P.weight*`."""
+    tensors, others = files.tensors, dict[str, dict[str, StoredTensor]]()
+    for name, t in tensors.items():
+        layer, found, rest = f".{name}".rpartition(".weight")
+        if found and rest[:1] in (".", "_"):
+            others.setdefault(f"{layer}.weight"[1:], {})[f"weight{rest}"] = t
+
+    def parts(weight: str) -> Parts:
+        layer = weight.removesuffix("weight") if f".{weight}".endswith(".weight") else None
+        places = {part: weight + part.removeprefix("weight") for part in PARTS if part.startswith("weight")}
+        if layer is not None:
+            places |= {part: layer + part for part in PARTS if not part.startswith("weight")}
+        return {part: tensors[name] for part, name in places.items() if name in tensors} | others.get(weight, {})
+
+    return {weight: parts(weight) for weight in weights}
+
+
+def take(parts: Parts, name: str, t: StoredTensor) -> StoredTensor:
+    """Takes out a part that `t` must have beside it."""
+    if name not in parts:
+        t.fail(f"It must have a companion {name.rpartition('.')[2]!r}. Got none.")
+    return parts.pop(name)
+
+
+def read_items(
+    files: Files,
+    groups: Mapping[str, Parts],
+    read: Callable[[str, Parts], Item],
+    settings: Mapping[str, object] | None = None,
+) -> dict[str, Item]:
+    """Returns an item for each weight, and for every tensor that belongs to none.
+
+    `read` takes out the parts that it uses, or whose values it checks. A part that is left is an error, as is an
+    unknown one of the `settings` (by default those of `config.json`): both may change values.
     """
-    bases = dict.fromkeys(name.removesuffix(a) for name in tensors for a in anchors if name.endswith(a))
-    return {base: {s: tensors[base + s] for s in suffixes if base + s in tensors} for base in bases}
-
-
-def read_items(files: Files, groups: Mapping[str, Parts], read: Callable[[str, Parts], Item]) -> dict[str, Item]:
-    """Returns an item for each weight, and for every tensor that belongs to none."""
+    unknown = find_unknown(find_settings(files) if settings is None else settings, files)
 
     def item(name: str, parts: Parts) -> Item:
+        left, tensors = dict(parts), parts.values()
         try:
-            return read(name, parts)
+            found = read(name, left)
+            if unknown is not None and found.problem is None:
+                found.tensors[0].fail(
+                    f"eqquant does not know the setting {unknown[:80]!r} of quantization in the configuration, which "
+                    "may change values. Remove it if it does not."
+                )
+            for t in left.values() if found.problem is None else ():
+                t.fail(
+                    f"It stands beside {name!r}, is no part of its layout, {found.stored_as}, and may change values. "
+                    "Remove it if it does not."
+                )
         except ValueError as e:
-            return _damaged_item(tuple(parts.values()), str(e))
+            return _damaged_item(tuple(tensors), str(e))
+        first = found.tensors[0].name
+        return dataclasses.replace(found, tensors=tuple(sorted(tensors, key=lambda t: t.name != first)))
 
     used = {t.name for parts in groups.values() for t in parts.values()}
     return {name: item(name, parts) for name, parts in groups.items()} | plain_arrays(files, used)
@@ -124,11 +189,11 @@ def plain_arrays(files: Files, used: Collection[str] = ()) -> dict[str, Item]:
 
     If `config.json` says that the checkpoint is quantized, codes are no values: without a scale they cannot be read.
     """
-    settings = find_settings(files, "quantization_config", "compression_config", "quantization")
+    settings = find_settings(files)
     method = str(settings.get("quant_method", "quantized"))[:40]
     problem = f"`config.json` says that the weights are {method}, and eqquant finds no scale for this one"
     return {
-        name: unreadable_item(t, (t,), t.dtype, f"{problem}, {t.dtype}") if settings and _holds_codes(t) else plain(t)
+        name: unreadable_item(t, t.dtype, f"{problem}, {t.dtype}") if settings and _holds_codes(t) else plain(t)
         for name, t in files.tensors.items()
         if name not in used
     }
@@ -138,16 +203,6 @@ def _holds_codes(t: StoredTensor) -> bool:
     if t.dtype in SMALL_FLOATS:
         return bool(t.shape)
     return len(t.shape) > 1 and (t.dtype == "I8" or (t.dtype in ("U8", "I32", "U32") and t.name.endswith("weight")))
-
-
-def find_settings(files: Files, *keys: str) -> Mapping[str, object]:
-    """Returns the settings of quantization in `config.json`, under the first of these keys."""
-    text = files.config.get("text_config")  # of a model for text and images
-    for config in (files.config, text if isinstance(text, dict) else {}):
-        for key in keys:
-            if isinstance(found := config.get(key), dict):
-                return found
-    return {}
 
 
 def as_format(t: StoredTensor, cls: Callable[..., AbstractFormat], *fields: object) -> AbstractFormat:

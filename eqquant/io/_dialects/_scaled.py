@@ -3,18 +3,18 @@
 Several libraries lay them out alike.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ..._formats import FP8, Int8, MXFP4, MXFP8, NVFP4
-from ..._numerics.blocks import BlockSize
+from ..._numerics.blocks import BlockSize, num_blocks
 from .._bits import unpack_low_first
 from .._repack import Nested, Unpacked
 from .._tensors import DTYPES, StoredTensor
-from ._item import as_format, expect, FLOATS, Item, unreadable_item, weight
+from ._item import act_order, as_format, expect, FLOATS, Item, unreadable_item, weight
 
 
 class ScaleGrid(NamedTuple):
@@ -77,38 +77,69 @@ def scaled_item(
     t: StoredTensor,
     scale: StoredTensor,
     zero: StoredTensor | None,
-    others: tuple[StoredTensor, ...],
     dtype: str | None = None,
     tile: tuple[int, int] | None = None,
+    groups: StoredTensor | None = None,
 ) -> Item:
     """An array of bytes, int8 or fp8. A scale of a tile is stored once for each row of it.
 
     **Arguments:**
 
-    - `t`, `scale`, `zero`: codes `(*batch, out, in)`, scales, and zero points, if the codes are integers and have them.
-    - `others`: tensors that belong to the array besides, for its size in the file.
+    - `t`, `scale`, `zero`: codes `(*batch, out, in)`, scales, and zero points, which must be zero beside floats.
     - `dtype`: the dtype of the result; by default the dtype of the scales.
     - `tile`: as for `find_scale_grid`.
+    - `groups`: as for `act_order`.
     """
-    tensors = tuple(dict.fromkeys((t, scale, *others)))
     if t.dtype not in ("I8", "F8_E4M3", "F8_E5M2") or len(t.shape) < 2:
-        return unreadable_item(t, tensors, t.dtype, f"eqquant does not know scales of {t.dtype}{list(t.shape)}")
+        return unreadable_item(t, t.dtype, f"eqquant does not know scales of {t.dtype}{list(t.shape)}")
     *batch, out, length = t.shape
     layout = find_scale_grid(scale, t.shape, tile)
     signed = t.dtype == "I8"
-    zero = zero if signed else None
+    if zero is not None and not signed:
+        if zero.array().any():
+            zero.fail(f"It must be zero beside {t.dtype}. Got other values.")
+        zero = None
     if zero is not None and (zero.dtype != "I8" or math.prod(zero.shape) != math.prod(layout.shape)):
         zero.fail(f"It must have the shape of the scale, in I8. Got {zero.dtype} of {list(zero.shape)}.")
     kind = (Int8, layout.block, zero is None) if signed else (FP8, float_kind(t), layout.block)
+    order = act_order(groups, length, layout.shape[-1])
     to_codes = lambda x: x.view(np.uint8) ^ np.uint8(128) if signed else x.view(np.uint8)
 
     def load() -> Unpacked:
         spread = lambda x: layout.spread(x, tuple(batch), out)
         zeros = None if zero is None else spread(to_codes(zero.array()))
-        codes = lambda start, stop: to_codes(t.array().reshape(-1, length)[start:stop])
-        return Unpacked(codes, spread(as_float32(scale)), zeros)
+        stored = lambda start, stop: to_codes(t.array().reshape(-1, length)[start:stop])
+        codes = stored if order is None else lambda start, stop: stored(start, stop).take(order, axis=1)
+        return Unpacked(codes, spread(as_float32(scale)), zeros, order=order)
 
-    return Item(weight(as_format(scale, *kind), t.shape, dtype or scale_dtype(scale)), t.dtype, tensors, load)
+    format, dtype = as_format(scale, *kind), dtype or scale_dtype(scale)
+    return Item(weight(format, t.shape, dtype, permuted=order is not None), t.dtype, (t,), load)
+
+
+def crop(item: Item, size: StoredTensor | None) -> Item:
+    """Returns a weight of two dimensions without the padding of rows and columns: of the shape that `size` holds."""
+    if size is None or item.problem is not None:
+        return item
+    expect(size, ("I64",), (len(item.entry.shape),))
+    entry, shape = item.entry, tuple(int(n) for n in size.array())
+    if shape == entry.shape:
+        return item
+    whole = any(n < 1 or n > most for n, most in zip(shape, entry.shape, strict=True))
+    if whole or len(shape) != 2 or entry.order is not None or entry.format is None:
+        size.fail(f"It must be the shape of the weight, or of two dimensions without padding. Got {list(shape)}.")
+    out, length = shape
+    blocks = num_blocks(length, entry.format.block_size)
+
+    def cut(x: np.ndarray | Nested | None) -> np.ndarray | Nested | None:
+        return Nested(x.codes[:out, :blocks], x.scale[:out]) if isinstance(x, Nested) else x[:out, :blocks]
+
+    def load() -> Unpacked:
+        found = item.load()
+        codes = lambda start, stop: found.codes(start, stop)[:, :length]
+        zero = None if found.zero_point is None else found.zero_point[:out, :blocks]
+        return found._replace(codes=codes, scale=cut(found.scale), zero_point=zero)
+
+    return dataclasses.replace(item, entry=dataclasses.replace(entry, shape=shape), load=load)
 
 
 def as_float32(scale: StoredTensor) -> np.ndarray:
@@ -140,11 +171,11 @@ def float_kind(t: StoredTensor) -> Literal["e4m3", "e5m2"]:
 def microscaled_item(
     t: StoredTensor,
     scale: StoredTensor,
-    tensors: tuple[StoredTensor, ...],
     format: MXFP4 | MXFP8 | NVFP4,
     dtype: str = "bfloat16",
     tiled: bool = False,
-    outer: Callable[[], np.float32] = lambda: np.float32(1),
+    outer: StoredTensor | None = None,
+    divides: bool = False,
 ) -> Item:
     """An array of small floats in small blocks.
 
@@ -153,9 +184,12 @@ def microscaled_item(
     - `t`: codes `(..., out, in * bits / 8)`, the first in the low bits.
     - `scale`: a byte for each block, `(..., out, blocks)`: E8M0, or e4m3 for NVFP4.
     - `tiled`: whether scales are stored in tiles of 128 x 4.
-    - `outer`: reads the scale of the whole tensor, for NVFP4.
+    - `outer`, `divides`: the scale of the whole tensor, or of each expert, of NVFP4, and whether scales of blocks are
+        divided by it, not multiplied.
     """
     *batch, _ = t.shape
+    if outer is not None and (outer.dtype != "F32" or outer.nbytes not in (4, 4 * math.prod(batch[:-1]))):
+        outer.fail(f"It must be one F32 number, or one for each expert. Got {outer.dtype} of {list(outer.shape)}.")
     rows = math.prod(batch)
     length = t.nbytes * 8 // format.bits // max(rows, 1)
     nested = isinstance(format, NVFP4)
@@ -167,33 +201,26 @@ def microscaled_item(
         scale.fail(f"It must hold tiles of 128 x 4 of {list(shape)} scales. Got {scale.dtype} of {list(scale.shape)}.")
 
     def load() -> Unpacked:
-        whole = outer()
         scales = _untile(scale.bytes(), rows, shape[-1]) if tiled else scale.bytes().reshape(shape)
         if (scales & special == special).any():
             scale.fail("Got a scale that is not a number.")
         codes = lambda start, stop: unpack_low_first(t.bytes().reshape(rows, -1)[start:stop], format.bits)
-        return Unpacked(codes, Nested(scales, np.full((*batch, 1), whole)) if nested else scales)
+        return Unpacked(codes, Nested(scales, _read_outer(outer, batch, divides)) if nested else scales)
 
-    name = type(format).__name__.lower()
-    return Item(weight(format, (*batch, length), dtype), name, tuple(dict.fromkeys((t, *tensors))), load)
+    return Item(weight(format, (*batch, length), dtype), type(format).__name__.lower(), (t,), load)
 
 
-def read_outer(t: StoredTensor | None, scale: StoredTensor, divides: bool) -> Callable[[], np.float32]:
-    """Returns a function that reads the scale of a tensor of NVFP4.
-
-    It multiplies or divides the scales of blocks.
-    """
-    if t is not None and (t.dtype != "F32" or t.nbytes != 4):
-        t.fail(f"It must be one F32 number. Got {t.dtype} of {list(t.shape)}.")
-
-    def read() -> np.float32:
-        one = np.float32(1) if t is None else t.array().reshape(-1)[0]
-        if not np.isfinite(one) or (divides and one == 0):
-            (t or scale).fail(f"Got {one} as the scale of the tensor.")
-        with np.errstate(over="ignore"):
-            return 1 / one if divides else one
-
-    return read
+def _read_outer(t: StoredTensor | None, batch: list[int], divides: bool) -> np.ndarray:
+    """Returns the outer scale of each row, `(*batch, 1)`."""
+    if t is None:
+        return np.ones((*batch, 1), np.float32)
+    scales = t.array().reshape(-1)
+    if not np.isfinite(scales).all() or (divides and not scales.all()):
+        t.fail(f"Got {scales[~np.isfinite(scales) | (scales == 0)][0]} as the scale of the tensor.")
+    with np.errstate(over="ignore"):
+        scales = 1 / scales if divides else scales
+    each = scales if scales.size == 1 else scales.reshape(*batch[:-1], 1, 1)
+    return np.ascontiguousarray(np.broadcast_to(each, (*batch, 1)))
 
 
 def _untile(raw: np.ndarray, rows: int, columns: int) -> np.ndarray:

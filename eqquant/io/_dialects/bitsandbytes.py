@@ -24,57 +24,56 @@ from .._bits import unpack_high_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import num_bytes, parse_json, StoredTensor
-from ._item import expect, group, Item, Parts, read_items, weight
+from ._item import expect, find_weights, FLOATS, group, Item, Parts, read_items, take, weight
 
 
 NAME = "bitsandbytes"
 
-_STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
-_PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
+_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _DTYPES = ("float32", "float16", "bfloat16")
 _MAX_STATE = 100_000
 
 
 def recognizes(files: Files) -> bool:
-    return bool(group(files.tensors, _STATES, ())) or bool(_int8_rows(files))
+    return bool(_weights(files))
+
+
+def _weights(files: Files) -> list[str]:
+    return find_weights(files, *_STATES) + [w for w in find_weights(files, "SCB") if w in files.tensors]
 
 
 def items(files: Files) -> dict[str, Item]:
-    read = lambda name, parts: _int8(*parts.values()) if ".SCB" in parts else _four_bits(name, parts)
-    return read_items(files, group(files.tensors, _STATES, _PARTS) | _int8_rows(files), read)
+    read = lambda name, parts: _int8(parts) if "SCB" in parts else _four_bits(name, parts)
+    return read_items(files, group(files, _weights(files)), read)
 
 
-def _int8_rows(files: Files) -> dict[str, Parts]:
-    """Returns the tensors of each weight of LLM.int8."""
-    layers = group(files.tensors, (".SCB",), (".weight", ".SCB", ".weight_format"))
-    return {f"{layer}.weight": parts for layer, parts in layers.items() if ".weight" in parts}
-
-
-def _int8(t: StoredTensor, scb: StoredTensor, *_: StoredTensor) -> Item:
+def _int8(parts: Parts) -> Item:
+    t, scb, order = parts.pop("weight"), parts.pop("SCB"), parts.pop("weight_format", None)
     if t.dtype != "I8" or len(t.shape) != 2:
         t.fail(f"It must be int8 of two dimensions. Got {t.dtype} of {list(t.shape)}.")
+    if order is not None and order.bytes().any():
+        order.fail(f"It must be 0, which says that the weight is stored by rows. Got {order.array().tolist()}.")
     expect(scb, ("F32",), t.shape[:1])
     codes = lambda start, stop: t.array()[start:stop].view(np.uint8) ^ 128
     load = lambda: Unpacked(codes, (scb.array() / np.float32(127))[:, None])
-    return Item(weight(Int8(), t.shape, "float16"), "LLM.int8", (t, scb), load)
+    return Item(weight(Int8(), t.shape, "float16"), "LLM.int8", (t,), load)
 
 
 def _four_bits(name: str, parts: Parts) -> Item:
     described = [part for part in _STATES if part in parts]
-    state_tensor, t = parts[described[0]], parts.get("")
+    state_tensor, t = parts.pop(described[0]), parts.pop("weight", None)
     if len(described) > 1 or t is None:
         got = [parts[part].name for part in described[1:]] or "no such tensor"
         state_tensor.fail(f"It describes {name!r}, and must alone do so. Got {got}.")
     shape, block, dtype, state = _state(name, t, state_tensor)
     size = math.prod(shape)
-    expect(t, ("U8",), (-(-size // 2), 1))
+    if t.dtype not in ("U8", *FLOATS) or t.nbytes != -(-size // 2) or t.shape[1:] != (1,):
+        t.fail(f"It must be U8 of {[-(-size // 2), 1]}, or floats of as many bytes. Got {t.dtype} of {list(t.shape)}.")
     scales = -(-size // block)
-    absmax, table = parts.get(".absmax"), parts.get(".quant_map")
-    if absmax is None or table is None:
-        t.fail(f"It must have a companion {'absmax' if absmax is None else 'quant_map'!r}. Got none.")
+    absmax, table = take(parts, "weight.absmax", t), take(parts, "weight.quant_map", t)
     expect(table, ("F32",), (16,))
     format, order = _format(table, block)
-    nested = ".nested_absmax" in parts
+    nested = "weight.nested_absmax" in parts
     expect(absmax, ("U8",) if nested else ("F32",), (scales,))
     read_scales = _read_nested_scales(parts, absmax, state, state_tensor) if nested else absmax.array
     rows = shape[-1] % block == 0
@@ -90,7 +89,7 @@ def _four_bits(name: str, parts: Parts) -> Item:
     batch = shape[:-1] if rows else ()
     load = lambda: Unpacked(codes, read_scales().reshape(*batch, -(-length // block)))
     layout = described[0].rpartition("__")[2] + (", nested" if nested else "")
-    return Item(weight(format, shape, dtype, axes), layout, tuple(parts.values()), load)
+    return Item(weight(format, shape, dtype, axes), layout, (t,), load)
 
 
 def _state(
@@ -124,9 +123,7 @@ def _read_nested_scales(
         state_tensor.fail("It must have a block size and an offset for nested scales.")
     if not abs(offset) < 2**127:
         state_tensor.fail("It must have a block size and an offset for nested scales.")
-    outer, table = parts[".nested_absmax"], parts.get(".nested_quant_map")
-    if table is None:
-        state_tensor.fail("It must have a companion 'nested_quant_map'. Got none.")
+    outer, table = parts.pop("weight.nested_absmax"), take(parts, "weight.nested_quant_map", absmax)
     (scales,) = absmax.shape
     inner = min(inner, max(scales, 1))  # a number alone must not allocate
     expect(outer, ("F32",), (-(-scales // inner),))

@@ -29,7 +29,7 @@ def items(files: Files) -> dict[str, Item]:
 def _quantized_item(t: StoredTensor) -> Item:
     if t.dtype not in BLOCK_TYPES:
         problem = f"eqquant has no format for GGUF's {t.dtype}; it reads {', '.join(BLOCK_TYPES)}"
-        return unreadable_item(t, (t,), t.dtype, problem, "float32")
+        return unreadable_item(t, t.dtype, problem, "float32")
     return Item(weight(BLOCK_TYPES[t.dtype].format, t.shape, "float32"), t.dtype, (t,), lambda: _load(t))
 
 

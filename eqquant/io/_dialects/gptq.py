@@ -35,37 +35,37 @@ from ._item import (
     act_order,
     as_format,
     expect,
-    find_settings,
+    find_weights,
     FLOATS,
     group,
     INTEGERS,
     Item,
     Parts,
     read_items,
+    take,
     unreadable_item,
     weight,
 )
+from ._settings import find_settings
 
 
 NAME = "gptq"
 
 _BITS = (2, 3, 4, 8)
-_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the eight outputs in the order of a word
 _AWQ_ORDER = np.argsort(_AWQ_PLACES)  # the place in a word of each of eight outputs
 _CHUNK = 128  # outputs to take at a time: whole words of AWQ, and 512 bytes of each line of GPTQ's
 
 
 def recognizes(files: Files) -> bool:
-    return bool(group(files.tensors, (".qweight",), ()))
+    return bool(find_weights(files, "qweight"))
 
 
 def items(files: Files) -> dict[str, Item]:
-    groups = group(files.tensors, (".qweight",), _PARTS)
     settings = find_settings(files, "quantization_config") or _read_settings_file(files)
     layout = _layout(settings)
-    named = {f"{base}.weight": parts for base, parts in groups.items()}
-    return read_items(files, named, lambda name, parts: _item(parts, layout, _find_layer_settings(settings, name)))
+    read = lambda name, parts: _item(parts, layout, _find_layer_settings(settings, name))
+    return read_items(files, group(files, find_weights(files, "qweight")), read, settings)
 
 
 def _read_settings_file(files: Files) -> Mapping[str, object]:
@@ -126,11 +126,11 @@ def _find_layer_settings(settings: Mapping[str, object], name: str) -> Mapping[s
 
 
 def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> Item:
-    t, zeros, scale, tensors = parts[".qweight"], parts.get(".qzeros"), parts.get(".scales"), tuple(parts.values())
-    if zeros is None or len(zeros.shape) != 2:
-        t.fail("It must have a companion 'qzeros' of two dimensions. Got none.")
-    if scale is None or len(scale.shape) != 2:
-        t.fail("It must have a companion 'scales' of two dimensions. Got none.")
+    t, g_idx = parts.pop("qweight"), parts.pop("g_idx", None)
+    zeros, scale = take(parts, "qzeros", t), take(parts, "scales", t)
+    for part in (zeros, scale):
+        if len(part.shape) != 2:
+            part.fail(f"It must have two dimensions. Got {list(part.shape)}.")
     groups, out = scale.shape
     if scale.dtype not in FLOATS or len(t.shape) != 2 or t.dtype != "I32":
         t.fail("It must be I32 of two dimensions, with floating point scales. Got others.")
@@ -138,11 +138,11 @@ def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> It
     awq = t.shape[1] != out
     if bits not in _BITS or (awq and bits != 4):
         problem = "eqquant reads 2, 3, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
-        return unreadable_item(t, tensors, f"{bits} bits", problem)
+        return unreadable_item(t, f"{bits} bits", problem)
     # Without a configuration, shapes tell AWQ from GPTQ, and AWQ has one way to store zero points.
     layout = declared.name or ("awq" if awq and not settings else None)
     if layout is None:
-        return unreadable_item(t, tensors, f"{bits} bits", declared.problem)
+        return unreadable_item(t, f"{bits} bits", declared.problem)
     if (layout == "awq") != awq:
         t.fail(f"It must have the shape of {layout}, as the configuration says. Got {list(t.shape)}.")
     length = t.shape[0] if awq else t.shape[0] * 32 // bits
@@ -153,12 +153,14 @@ def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> It
     size, actual = settings.get("group_size"), length // groups
     # Rules for some layers may give them another size, and `g_idx` says which groups there are.
     rules = [rule for key in ("dynamic", "extra_config") for rule in _rules(settings.get(key))]
-    if isinstance(size, int) and size > 0 and not rules and ".g_idx" not in parts:
+    if isinstance(size, int) and size > 0 and not rules and g_idx is None:
         if size < length if groups == 1 else size != actual:
             scale.fail(f"It must have the group size of the configuration, {size}. Got groups of {actual} inputs.")
     symmetric = settings.get("sym") is True and not awq and not any(rule.get("sym") is False for rule in rules)
     format = as_format(scale, INTEGERS[bits], None if groups == 1 else actual, symmetric)
-    order = None if awq else act_order(parts.get(".g_idx"), length, groups)
+    order = act_order(g_idx, length, groups)
+    if awq and g_idx is not None and order is not None:
+        g_idx.fail("AWQ stores inputs in the order of the weight. Got others.")
     version = _model_version(settings)
 
     def codes(start: int, stop: int) -> np.ndarray:
@@ -181,7 +183,7 @@ def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> It
         return Unpacked(codes, scales, zero, order=order, least_rows=_CHUNK, pack=pack)
 
     entry = weight(format, (out, length), str(DTYPES[scale.dtype][1]), permuted=order is not None)
-    return Item(entry, layout if order is None else f"{layout}, act-order", tensors, load)
+    return Item(entry, layout if order is None else f"{layout}, act-order", (t,), load)
 
 
 def _check_symmetric(zeros: StoredTensor, zero: np.ndarray, stored: np.ndarray, middle: int, layout: str) -> None:

@@ -18,8 +18,21 @@ from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import DTYPES
-from ._item import as_format, expect, find_settings, FLOATS, group, Item, Parts, read_items, unreadable_item, weight
+from ._item import (
+    as_format,
+    expect,
+    find_weights,
+    FLOATS,
+    group,
+    Item,
+    Parts,
+    read_items,
+    take,
+    unreadable_item,
+    weight,
+)
 from ._scaled import microscaled_item
+from ._settings import find_settings
 
 
 NAME = "mlx"
@@ -28,16 +41,14 @@ NAME = "mlx"
 _MODES = {"affine": None, "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 _FORMATS = {"mxfp4": MXFP4(), "mxfp8": MXFP8(), "nvfp4": NVFP4()}
 _BITS = (2, 3, 4, 5, 6, 8)
-_PARTS = (".weight", ".scales", ".biases")
 
 
 def recognizes(files: Files) -> bool:
-    return bool(_groups(files))
+    return bool(_weights(files))
 
 
-def _groups(files: Files) -> dict[str, Parts]:
-    groups = group(files.tensors, (".scales",), _PARTS)
-    return {base: parts for base, parts in groups.items() if ".weight" in parts and parts[".weight"].dtype == "U32"}
+def _weights(files: Files) -> list[str]:
+    return [w for w in find_weights(files, "scales") if w in files.tensors and files.tensors[w].dtype == "U32"]
 
 
 def items(files: Files) -> dict[str, Item]:
@@ -47,20 +58,20 @@ def items(files: Files) -> dict[str, Item]:
         own = common.get(name.removesuffix(".weight"))
         return _item(parts, {**common, **own} if isinstance(own, dict) else common)
 
-    return read_items(files, {f"{base}.weight": parts for base, parts in _groups(files).items()}, read)
+    return read_items(files, group(files, _weights(files)), read, common)
 
 
 def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
-    t, scale, bias, tensors = parts[".weight"], parts[".scales"], parts.get(".biases"), tuple(parts.values())
+    t, scale = parts.pop("weight"), parts.pop("scales")
     mode = settings.get("mode", "affine")
     if not isinstance(mode, str) or mode not in _MODES:
         problem = f"eqquant reads the modes {', '.join(_MODES)} of MLX, not {str(mode)[:40]!r}"
-        return unreadable_item(t, tensors, str(mode)[:40], problem)
+        return unreadable_item(t, str(mode)[:40], problem)
     only = _MODES[mode]
     bits, size = (settings.get(key, only and only[n]) for n, key in enumerate(("bits", "group_size")))
     if bits is None or size is None:
         problem = "`quantization` of `config.json` must say `bits` and `group_size`: several fit these shapes"
-        return unreadable_item(t, tensors, mode, problem)
+        return unreadable_item(t, mode, problem)
     if type(bits) is not int or type(size) is not int or bits not in _BITS or size < 1:
         got = f"{str(bits)[:40]} and {str(size)[:40]}"
         t.fail(f"It must have {', '.join(map(str, _BITS))} bits and a group size. Got {got}.")
@@ -73,13 +84,12 @@ def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
     if only is not None:
         if (bits, size) != only:
             t.fail(f"It must have {only} bits and values in a group in the mode {mode}. Got {(bits, size)}.")
-        return dataclasses.replace(microscaled_item(t, scale, tensors, _FORMATS[mode]), stored_as=stored_as)
-    if bias is None:
-        t.fail("It must have a companion 'biases'. Got none.")
+        return dataclasses.replace(microscaled_item(t, scale, _FORMATS[mode]), stored_as=stored_as)
+    bias = take(parts, "biases", t)
     expect(scale, FLOATS, (*t.shape[:-1], length // size))
     expect(bias, (scale.dtype,), scale.shape)
     dtype = str(DTYPES[scale.dtype][1])
     codes = lambda start, stop: unpack_low_first(t.bytes().reshape(-1, t.shape[-1] * 4)[start:stop], bits)
     load = lambda: Unpacked(codes, scale.array(), offset=bias.array())
     entry = weight(as_format(t, MLX, bits, size, dtype), (*t.shape[:-1], length), dtype)
-    return Item(entry, stored_as, tensors, load)
+    return Item(entry, stored_as, (t,), load)

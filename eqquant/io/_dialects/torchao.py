@@ -26,8 +26,8 @@ from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
 from .._tensors import DTYPES, parse_json, StoredTensor
-from ._item import as_format, expect, FLOATS, INTEGERS, Item, Parts, read_items, unreadable_item, weight
-from ._scaled import as_float32, float_kind, group_size, microscaled_item, read_outer, scale_dtype, scaled_item
+from ._item import as_format, expect, FLOATS, group, INTEGERS, Item, Parts, read_items, unreadable_item, weight
+from ._scaled import as_float32, float_kind, group_size, microscaled_item, scale_dtype, scaled_item
 
 
 NAME = "torchao"
@@ -49,9 +49,11 @@ def items(files: Files) -> dict[str, Item]:
     for name, text in files.metadata.items():
         layer, _, last = name.rpartition(".")
         prefix = f"{layer}._{last}_"
-        parts = {t.removeprefix(prefix): files.tensors[t] for t in files.tensors if t.startswith(prefix)}
+        parts = {f"_weight_{t.removeprefix(prefix)}": files.tensors[t] for t in files.tensors if t.startswith(prefix)}
+        parts.pop("_weight_act_per_tensor_scale", None)  # of activations
         if parts and isinstance(text, str):
             groups[name] = parts
+    groups = {name: parts | groups[name] for name, parts in group(files, groups).items()}
 
     def read(name: str, parts: Parts) -> Item:
         text = str(files.metadata[name]).encode(errors="replace")
@@ -62,31 +64,29 @@ def items(files: Files) -> dict[str, Item]:
 
 def _item(about: Mapping[str, object], parts: Parts) -> Item:
     kind, attributes = str(about.get("_type"))[:80], about.get("_data")
-    first, tensors = next(iter(parts.values())), tuple(parts.values())
+    first, names = next(iter(parts.values())), ", ".join(part.removeprefix("_weight_") for part in parts)
     attributes = attributes if isinstance(attributes, dict) else {}
-    t, scale, zero = parts.get("qdata"), parts.get("scale", parts.get("_scale_e4m3")), parts.get("zero_point")
     if kind not in _KINDS:
         problem = f"eqquant does not read torchao's {kind}; it reads {', '.join(_KINDS)}"
-        return unreadable_item(first, tensors, kind, problem)
+        return unreadable_item(first, kind, problem)
+    take = lambda part: parts.pop(f"_weight_{part}", None)
+    t, scale, zero = take("qdata"), take("_scale_e4m3" if kind == "NVFP4Tensor" else "scale"), take("zero_point")
     if t is None or scale is None or len(t.shape) != 2:
-        first.fail(f"It must belong to a {kind} with `qdata` of two dimensions and scales. Got {', '.join(parts)}.")
+        first.fail(f"It must belong to a {kind} with `qdata` of two dimensions and scales. Got {names}.")
     dtype = _dtype(attributes)
     tiled = attributes.get("is_swizzled_scales", attributes.get("_is_swizzled_scales")) is True
     if kind == "NVFP4Tensor":
-        outer = read_outer(parts.get("_per_tensor_scale"), scale, divides=False)
-        return microscaled_item(t, scale, tensors, NVFP4(), dtype or "bfloat16", tiled, outer)
+        return microscaled_item(t, scale, NVFP4(), dtype or "bfloat16", tiled, take("_per_tensor_scale"))
     if kind == "MXTensor":
         small = t.dtype in ("F8_E4M3", "F8_E5M2")
         if not small and t.dtype not in ("U8", "F4"):
             t.fail(f"It must be U8, F4 or float8. Got {t.dtype}.")
-        return microscaled_item(
-            t, scale, tensors, MXFP8(float_kind(t)) if small else MXFP4(), dtype or "bfloat16", tiled
-        )
+        return microscaled_item(t, scale, MXFP8(float_kind(t)) if small else MXFP4(), dtype or "bfloat16", tiled)
     if kind == "IntxUnpackedToInt8Tensor":
-        return _few_bits(t, scale, zero, tensors, attributes, dtype)
+        return _few_bits(t, scale, zero, attributes, dtype)
     if kind == "Int4Tensor":
-        return _int4(t, scale, parts)
-    return scaled_item(t, scale, zero, tensors, dtype)
+        return _int4(t, scale, zero)
+    return scaled_item(t, scale, zero, dtype)
 
 
 _KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor", "Float8Tensor", "MXTensor", "NVFP4Tensor")
@@ -100,14 +100,14 @@ def _dtype(attributes: Mapping[str, object]) -> str | None:
     return None
 
 
-def _int4(t: StoredTensor, scale: StoredTensor, parts: Parts) -> Item:
+def _int4(t: StoredTensor, scale: StoredTensor, zero: StoredTensor | None) -> Item:
     """Reads codes from -8 to 7.
 
     Ours count from zero, so that the offset of a group is its lowest value.
     """
-    (out, half), zero, tensors = t.shape, parts.get("zero_point"), tuple(dict.fromkeys((t, *parts.values())))
+    out, half = t.shape
     if t.dtype not in ("I8", "U8") or zero is None:
-        t.fail(f"It must be I8 or U8 with `zero_point`. Got {t.dtype} and {', '.join(parts)}.")
+        t.fail(f"It must be I8 or U8 with `zero_point`. Got {t.dtype}{' without' if zero is None else ''}.")
     if scale.dtype not in FLOATS or len(scale.shape) != 2 or scale.shape[1] != out:
         scale.fail(f"It must be floats of (groups, {out}). Got {scale.dtype} of {list(scale.shape)}.")
     expect(zero, (scale.dtype,), scale.shape)
@@ -115,24 +115,19 @@ def _int4(t: StoredTensor, scale: StoredTensor, parts: Parts) -> Item:
     if groups < 1 or length < 1 or length % groups:
         scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
     format = as_format(scale, MLX, 4, length // groups, "float32")
-    if "act_pre_scale" in parts:
-        return unreadable_item(
-            t, tensors, "Int4Tensor", "eqquant does not read `act_pre_scale` of torchao's Int4Tensor"
-        )
 
     def load() -> Unpacked:
         scales, zeros = (np.ascontiguousarray(part.array().T, np.float32) for part in (scale, zero))
         codes = lambda start, stop: unpack_low_first(t.bytes().reshape(out, half)[start:stop], 4) ^ np.uint8(8)
         return Unpacked(codes, scales, offset=zeros - np.float32(8) * scales)
 
-    return Item(weight(format, (out, length), str(DTYPES[scale.dtype][1])), "Int4Tensor", tensors, load)
+    return Item(weight(format, (out, length), str(DTYPES[scale.dtype][1])), "Int4Tensor", (t,), load)
 
 
 def _few_bits(
     t: StoredTensor,
     scale: StoredTensor,
     zero: StoredTensor | None,
-    tensors: tuple[StoredTensor, ...],
     attributes: Mapping[str, object],
     dtype: str | None,
 ) -> Item:
@@ -154,5 +149,5 @@ def _few_bits(
             t.fail(f"Got a code that is no integer of {bits} bits.")
         return found
 
-    entry, tensors = weight(format, t.shape, dtype or scale_dtype(scale)), tuple(dict.fromkeys((t, *tensors)))
-    return Item(entry, f"{bits} bits", tensors, lambda: Unpacked(codes, as_float32(scale), zeros))
+    entry = weight(format, t.shape, dtype or scale_dtype(scale))
+    return Item(entry, f"{bits} bits", (t,), lambda: Unpacked(codes, as_float32(scale), zeros))

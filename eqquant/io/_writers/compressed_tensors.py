@@ -1,4 +1,4 @@
-"""Writes weights as compressed-tensors does: layouts of `_dialects/compressed_tensors.py`.
+"""Writes weights as compressed-tensors does: layouts of `_dialects/scaled_tensors.py`.
 
     Int2 to Int6   pack-quantized; codes of 3, 5 and 6 bits lie across words, without gaps
     Int8           int-quantized

@@ -1,4 +1,4 @@
-"""Reads weights of compressed-tensors (vLLM, llm-compressor).
+"""Reads weights that stand beside their scales, as compressed-tensors (vLLM, llm-compressor) and others store them.
 
 See https://github.com/vllm-project/compressed-tensors.
 
@@ -10,8 +10,9 @@ See https://github.com/vllm-project/compressed-tensors.
     mxfp8-quantized        P float8_e4m3, P_scale uint8, E8M0 (out, in / 32)
     nvfp4-pack-quantized   P_packed as MXFP4; P_scale float8_e4m3 (out, in / 16); P_global_scale float32, which scales
                            are divided by
-    int-quantized          P int8, P_scale (out, groups) or one for all, optionally P_zero_point int8
-    float-quantized        P float8_e4m3, P_scale as before, or one for each tile, such as of 128 x 128 values
+    int-quantized          P int8, P_scale (out, groups) or one for all, optionally P_zero_point int8 and P_g_idx
+    float-quantized        P float8_e4m3, P_scale as before, or one for each tile, such as of 128 x 128 values;
+                           optionally P_shape or P_shape_original int64 (2,), without the padding of the last tiles
 
 P is such as `layers.0.weight`. Experts have a third axis in front. One scale for all goes with zero points that are not
 packed, int8. A scale of a block in two dimensions is stored once for each row. A weight has the dtype of its scales.
@@ -21,10 +22,12 @@ Other libraries store the last two with other names of scales (`_SCALES`). All m
     P_scale_inv, P_scales_inv          Hugging Face's fp8, P may be `experts.down_proj`
     L.scale or P.scale                 DeepSeek, where int8 or uint8 (out, in / 2) with scales (out, in / 32) is MXFP4
     L.qscale_weight                    Mistral
-    L.scale_weight                     ComfyUI
-    P_scale with P_scale_2 float32     ModelOpt's NVFP4: P uint8 (out, in / 2), scales are multiplied by `P_scale_2`
+    L.scale_weight                     ComfyUI; optionally L.comfy_quant, JSON with the format
+    P_scale with P_scale_2 float32     ModelOpt's NVFP4: P uint8 (out, in / 2), scales are multiplied by `P_scale_2`.
+                                       Experts may have one each. L.pre_quant_scale, of inputs, is not read
 """
 
+import json
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -35,12 +38,12 @@ from ..._formats import Int8, MXFP4, MXFP8, NVFP4
 from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
-from .._tensors import StoredTensor
+from .._tensors import parse_json, StoredTensor
 from ._item import (
     act_order,
     as_format,
     expect,
-    find_settings,
+    find_weights,
     group,
     INTEGERS,
     Item,
@@ -50,18 +53,20 @@ from ._item import (
     unreadable_item,
     weight,
 )
-from ._scaled import as_float32, find_scale_grid, float_kind, microscaled_item, read_outer, scale_dtype, scaled_item
+from ._scaled import as_float32, crop, find_scale_grid, float_kind, microscaled_item, scale_dtype, scaled_item
+from ._settings import find_settings, weights_of_groups
 
 
 NAME = "compressed-tensors"
 
-_ANCHORS = ("_packed", "_scale", "_scale_inv")
-_PARTS = (*_ANCHORS, "_shape", "_zero_point", "_g_idx", "_global_scale", "_scale_2", "")
-# The suffixes of a weight and of its scale.
+_PACKED = ("weight_packed", "weight_scale", "weight_scale_inv")
+# The scales of a weight whose codes are a tensor of its own name.
 _SCALES = (
-    *(("", "_scale"), ("", "_scale_inv"), ("", "_scales_inv"), ("", ".scale")),
-    *((".weight", ".scale"), (".weight", ".qscale_weight"), (".weight", ".scale_weight")),
+    *("weight_scale", "weight_scale_inv", "weight_scales_inv"),
+    *("weight.scale", "scale", "qscale_weight", "scale_weight"),
 )
+_COMFY = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+_MAX_COMFY = 10_000
 
 
 class _Settings(NamedTuple):
@@ -82,8 +87,8 @@ def recognizes(files: Files) -> bool:
 
 
 def items(files: Files) -> dict[str, Item]:
-    settings = _settings(find_settings(files, "quantization_config", "compression_config"))
-    read = lambda _, parts: _packed_item(parts, settings) if "_packed" in parts else _whole(parts, settings)
+    settings = _settings(find_settings(files))
+    read = lambda _, parts: _packed_item(parts, settings) if "weight_packed" in parts else _whole(parts, settings)
     return read_items(files, _groups(files), read)
 
 
@@ -92,24 +97,16 @@ def _groups(files: Files) -> dict[str, Parts]:
 
     A name without the word `weight` must have a scale and be codes.
     """
-    found: dict[str, Parts] = {}
-    for name, parts in group(files.tensors, _ANCHORS, _PARTS).items():
-        if name.endswith("weight"):
-            found[name] = parts
-    for name, t in files.tensors.items():
-        if name not in found and t.dtype in ("I8", "U8", *SMALL_FLOATS):
-            named = (name.removesuffix(own) + scale for own, scale in _SCALES if name.endswith(own))
-            scale = next((files.tensors[scale] for scale in named if scale in files.tensors), None)
-            if scale is not None:
-                found[name] = {"": t, "_scale": scale}
-    return found
+    named = {name: True for name in find_weights(files, *_PACKED) if name.endswith("weight")}
+    codes = {name: False for name, t in files.tensors.items() if t.dtype in ("I8", "U8", *SMALL_FLOATS)}
+    found = codes | named
+    scaled = lambda parts: any(scale in parts for scale in _SCALES)
+    return {name: parts for name, parts in group(files, found).items() if found[name] or scaled(parts)}
 
 
 def _settings(settings: Mapping[str, object]) -> _Settings:
-    groups = settings.get("config_groups")
-    weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    weights = [w for w in weights if isinstance(w, dict)]
-    bits = frozenset(w["num_bits"] for w in weights if isinstance(w.get("num_bits"), int))
+    weights = weights_of_groups(settings)
+    bits = frozenset(n for w in weights if isinstance(n := w.get("num_bits"), int))
     # AutoRound has integers in the place of MXFP4, under the same names.
     kinds = {str(w.get("type")) for w in weights} or {str(settings.get("data_type"))[:6]}
     tiles = [settings.get("weight_block_size"), *(w.get("block_structure") for w in weights)]
@@ -120,24 +117,21 @@ def _settings(settings: Mapping[str, object]) -> _Settings:
 
 
 def _packed_item(parts: Parts, settings: _Settings) -> Item:
-    t, scale, tensors = parts["_packed"], parts.get("_scale"), tuple(parts.values())
+    t, scale = parts.pop("weight_packed"), parts.pop("weight_scale", None)
     if scale is None or len(t.shape) < 2:
         t.fail("It must have two dimensions or more, and a scale. Got others.")
     if t.dtype == "U8" and settings.integers:
-        return unreadable_item(
-            t, tensors, NAME, "eqquant reads small blocks of floats, and `config.json` says integers"
-        )
-    if t.dtype == "U8" and "_global_scale" in parts:
+        return unreadable_item(t, NAME, "eqquant reads small blocks of floats, and `config.json` says integers")
+    if t.dtype == "U8" and "weight_global_scale" in parts:
         if scale.dtype != "F8_E4M3":
-            return unreadable_item(t, tensors, NAME, f"eqquant reads NVFP4 with scales of F8_E4M3, not {scale.dtype}")
-        outer = read_outer(parts["_global_scale"], scale, divides=True)
-        return microscaled_item(t, scale, tensors, NVFP4(), outer=outer)
+            return unreadable_item(t, NAME, f"eqquant reads NVFP4 with scales of F8_E4M3, not {scale.dtype}")
+        return microscaled_item(t, scale, NVFP4(), outer=parts.pop("weight_global_scale"), divides=True)
     if t.dtype == "U8" and scale.dtype == "U8":
-        return microscaled_item(t, scale, (t, scale), MXFP4())
-    size = parts.get("_shape")
+        return microscaled_item(t, scale, MXFP4())
+    size = parts.pop("weight_shape", None)
     if t.dtype != "I32" or size is None or size.dtype != "I64" or size.shape != (len(t.shape),):
         problem = f"it is neither integers nor MXFP4: {t.dtype} with scales of {scale.dtype}"
-        return unreadable_item(t, tensors, NAME, problem)
+        return unreadable_item(t, NAME, problem)
     shape = tuple(int(n) for n in size.array())
     length = shape[-1]
     if shape[:-1] != t.shape[:-1] or length < 1:
@@ -148,7 +142,7 @@ def _packed_item(parts: Parts, settings: _Settings) -> Item:
         fitting &= settings.bits
     if len(fitting) != 1:
         problem = "eqquant reads 2 to 8 bits of compressed-tensors, and short rows if `config.json` says how many"
-        return unreadable_item(t, tensors, NAME, problem)
+        return unreadable_item(t, NAME, problem)
     return _integers(parts, t, scale, shape, *fitting)
 
 
@@ -156,11 +150,11 @@ def _integers(parts: Parts, t: StoredTensor, scale: StoredTensor, shape: tuple[i
     *batch, out, length = shape
     layout = find_scale_grid(scale, shape)
     blocks = layout.shape[-1]
-    zero = parts.get("_zero_point")
+    zero = parts.pop("weight_zero_point", None)
     whole = zero is not None and zero.dtype == "I8" and math.prod(zero.shape) == math.prod(layout.shape)
     if zero is not None and not whole:
         expect(zero, ("I32",), (*batch, -(-out * bits // 32), blocks))
-    order = act_order(parts.get("_g_idx"), length, blocks)
+    order = act_order(parts.pop("weight_g_idx", None), length, blocks)
     # Int8 holds codes of seven bits too, with the zero where its own is.
     cls, shift = INTEGERS.get(bits, Int8), np.uint8(0 if bits in INTEGERS else 128 - 2 ** (bits - 1))
     format = as_format(scale, cls, layout.block, zero is None)
@@ -182,19 +176,36 @@ def _integers(parts: Parts, t: StoredTensor, scale: StoredTensor, shape: tuple[i
 
     load = lambda: Unpacked(codes, layout.spread(as_float32(scale), tuple(batch), out), zeros(), order=order)
     entry = weight(format, shape, scale_dtype(scale), permuted=order is not None)
-    return Item(entry, f"{bits} bits, packed", tuple(parts.values()), load)
+    return Item(entry, f"{bits} bits, packed", (t,), load)
 
 
 def _whole(parts: Parts, settings: _Settings) -> Item:
-    t, scale, tensors = parts.get(""), parts.get("_scale") or parts.get("_scale_inv"), tuple(parts.values())
-    if t is None or scale is None:
-        tensors[0].fail("It must belong to a weight with a scale, of the same file. Got one of the two.")
+    t, scale = parts.pop("weight", None), parts.pop(next(name for name in _SCALES if name in parts))
+    if t is None:
+        scale.fail("It must belong to a weight with a scale, of the same file. Got one of the two.")
+    _check_comfy(parts)
+    size = parts.pop("weight_shape_original" if "weight_shape_original" in parts else "weight_shape", None)
+    return crop(_scaled(t, scale, parts, settings), size)
+
+
+def _scaled(t: StoredTensor, scale: StoredTensor, parts: Parts, settings: _Settings) -> Item:
     half = t.dtype in ("U8", "I8", "F4") and len(t.shape) > 1
     length = t.nbytes * 2 // max(math.prod(t.shape[:-1]), 1)  # of a row whose codes share bytes
-    if half and "_scale_2" in parts and scale.dtype == "F8_E4M3":
-        return microscaled_item(t, scale, tensors, NVFP4(), outer=read_outer(parts["_scale_2"], scale, divides=False))
+    if half and "weight_scale_2" in parts and scale.dtype == "F8_E4M3":
+        return microscaled_item(t, scale, NVFP4(), outer=parts.pop("weight_scale_2"))
     if half and scale.dtype in ("U8", "F8_E8M0") and scale.shape == (*t.shape[:-1], -(-length // 32)):
-        return microscaled_item(t, scale, tensors, MXFP4())
+        return microscaled_item(t, scale, MXFP4())
     if scale.dtype == "U8" and t.dtype in ("F8_E4M3", "F8_E5M2") and len(t.shape) > 1:
-        return microscaled_item(t, scale, tensors, MXFP8(float_kind(t)))
-    return scaled_item(t, scale, parts.get("_zero_point"), tensors, tile=settings.tile)
+        return microscaled_item(t, scale, MXFP8(float_kind(t)))
+    zero, groups = parts.pop("weight_zero_point", None), parts.pop("weight_g_idx", None)
+    return scaled_item(t, scale, zero, tile=settings.tile, groups=groups)
+
+
+def _check_comfy(parts: Parts) -> None:
+    """Raises for another layout of ComfyUI, which stores scales of NVFP4 in tiles and rotates some weights."""
+    if (t := parts.pop("comfy_quant", None)) is not None:
+        about = parse_json(t.bytes()[:_MAX_COMFY].tobytes(), t.file, repr(t.name))
+        others = [key for key, value in about.items() if value and key not in ("format", "full_precision_matrix_mult")]
+        if about.get("format") not in _COMFY or others:
+            got = json.dumps(about)[:200]
+            t.fail(f"eqquant reads {', '.join(_COMFY)} of ComfyUI, without other settings. Got {got}.")

@@ -189,6 +189,9 @@ def check_checkpoint(path: Path, source: eqq.io.Checkpoint, dialect: str | None,
     """Raises unless a checkpoint may be written to `path`, in the layout `dialect`."""
     suffix = {None: ".safetensors" if _names_file(path) else "", "gguf": ".gguf"}.get(dialect, "")
     check_output(path, suffix, force, source)
+    from eqquant.io._files import check_place, FILE
+
+    check_place(path, None if suffix else FILE)
 
 
 def _names_file(path: Path) -> bool:
@@ -216,6 +219,11 @@ def check_output(path: Path, suffix: str, force: bool, *sources: eqq.io.Checkpoi
 
     No file that `sources` are read from may be replaced, under any of its names.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(
+            f"The output must be a file or a folder. Got {str(path)!r}, a device or a pipe. "
+            "`eqquant quantize --dry-run` writes nothing."
+        )
     if suffix and path.suffix != suffix:
         hint = " Without a suffix it is a folder; `--dialect` writes other libraries'."
         other = hint if suffix == ".safetensors" else ""

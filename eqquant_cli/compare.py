@@ -33,7 +33,7 @@ def compare(
     import numpy as np
 
     import eqquant as eqq
-    from eqquant.io._atomic import open_replacement
+    from eqquant.io._atomic import replace
 
     one, other = open_source(a), open_source(b)
     if plot is not None:
@@ -69,8 +69,8 @@ def compare(
     missing = sorted({*one, *other} - set(shared))
     if plot is not None:
         figure = draw_errors({row["name"]: row["relative_l2"] for row in rows})
-        with open_replacement(plot) as f:
-            figure.savefig(f, format=plot.suffix[1:])
+        with replace(plot) as new:
+            figure.savefig(new, format=plot.suffix[1:])
     if json:
         typer.echo(json_.dumps({"arrays": rows, "equal": equal, "only_in_one": missing}, indent=1))
         return

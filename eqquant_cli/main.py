@@ -1,6 +1,7 @@
 """`eqquant`: the program. One file for each command; this one handles errors."""
 
 import importlib
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -8,7 +9,10 @@ from typing import Any, NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command and exits: 0 if it succeeded, 1 for an error, 2 for wrong arguments, 130 for Ctrl-C."""
+    """Runs a command and exits.
+
+    The code is 0 if it succeeded, 1 for an error, 2 for wrong arguments, 130 for Ctrl-C, and 143 for SIGTERM.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         importlib.import_module("typer")
@@ -17,14 +21,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from .commands import app
 
     debug = "--debug" in given
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warner()
             code = app([a for a in given if a != "--debug"], prog_name="eqquant", standalone_mode=False)
     except Exception as e:
         _handle(e, debug)
-    if code == 130:  # typer's code for Ctrl-C
-        _stop("stopped. No file was written.", 130)
+    except SystemExit as e:
+        code = e.code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code in (130, 143):  # of typer for Ctrl-C, and of SIGTERM
+        _stop("stopped. No file was written.", code)
     sys.exit(code if isinstance(code, int) else 0)
 
 

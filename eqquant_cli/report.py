@@ -46,7 +46,7 @@ def report(
     """
     import eqquant as eqq
     from eqquant._report import show_bytes
-    from eqquant.io._atomic import open_replacement
+    from eqquant.io._atomic import replace
     from eqquant.io._convert import skeleton
 
     checkpoint, picked = arguments.open_source(source), arguments.parse_format(format)
@@ -82,8 +82,8 @@ def report(
         head=html.escape(head),
         body=f'{body}<h2>All arrays</h2><div class="scroll"><table>{table}</table></div>',
     )
-    with open_replacement(output) as f:
-        f.write(page.encode())
+    with replace(output) as new:
+        new.write_bytes(page.encode())
     typer.echo(f"{output}: {head}")
 
 

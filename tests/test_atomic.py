@@ -1,6 +1,11 @@
 """Files appear whole, whenever a process dies and whatever others do at the same time."""
 
+import errno
+import json
 import os
+import shutil
+import tempfile
+import threading
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -32,8 +37,8 @@ def read_values(where):
 def test_an_error_while_writing_leaves_the_old_file(path):
     eqq.save(path, {"w": jnp.ones(2)})
     with pytest.raises(RuntimeError, match="no more"):
-        with _atomic.open_replacement(path) as f:
-            f.write(b"half")
+        with _atomic.replace(path) as new:
+            new.write_bytes(b"half")
             raise RuntimeError("no more")
     assert list(path.parent.iterdir()) == [path]
     assert eqq.load(path)["w"].shape == (2,)
@@ -53,11 +58,12 @@ def die_at(monkeypatch, call, error):
     Returns the calls so far.
     """
     calls = []
-    for owner, name in ((os, "replace"), (os, "fsync"), (Path, "unlink"), (Path, "open"), (Path, "mkdir")):
+    of_paths = ((Path, "unlink"), (Path, "open"), (Path, "mkdir"))
+    for owner, name in ((os, "replace"), (os, "fsync"), (tempfile, "mkdtemp"), (shutil, "rmtree"), *of_paths):
         original = getattr(owner, name)
 
         def counted(*args, _original=original, _name=name, **kwargs):
-            if _name != "open" or "xb" in args:
+            if _name != "open" or {"wb", "w"} & {*args, kwargs.get("mode")}:
                 calls.append(_name)
                 if len(calls) == call + 1 or (len(calls) > call and error is Died):
                     raise error
@@ -82,6 +88,7 @@ def test_a_crash_leaves_the_old_file_or_the_new_one(path, shard_nbytes, error):
         assert read_values(where) in ({0.0}, {1.0})
         if len(calls) <= call:
             assert read_values(where) == {1.0} and call >= (12 if shard_nbytes else 4)
+            assert not [*path.parent.rglob(".*")]  # what the dead left is gone
             return
     raise AssertionError("the save did not end")
 
@@ -113,24 +120,84 @@ def test_other_processes_read_and_write_at_the_same_time(tmp_path, monkeypatch):
     assert read_values(folder) == {3.0}
     save(folder, 4.0)
     assert read_values(folder) == {4.0} and len(list(folder.iterdir())) == 3
-    run_during_next_call(
-        monkeypatch, _save, "open_replacement", lambda: save(folder, 5.0)
-    )  # between the shards and the index
+    run_during_next_call(monkeypatch, os, "fsync", lambda: save(folder, 5.0))  # when all files are written
     save(folder, 6.0)
-    assert read_values(folder) == {6.0}
+    assert read_values(folder) == {6.0} and len(list(folder.iterdir())) == 3
 
 
 def test_another_process_makes_the_folder(tmp_path, monkeypatch):
-    folder, message = tmp_path / "model", "Another process made this folder meanwhile"
-    run_during_next_call(monkeypatch, _save, "open_replacement", lambda: save(folder, 2.0))
-    with pytest.raises(FileExistsError, match=message):
+    folder = tmp_path / "model"
+    run_during_next_call(monkeypatch, _save, "write", lambda: save(folder, 2.0))
+    with pytest.raises(FileExistsError, match="Another process made this folder meanwhile"):
         save(folder, 1.0)
     assert read_values(folder) == {2.0}
     save(folder, 3.0)
     assert read_values(folder) == {3.0}
-    other = tmp_path / "other"
-    with pytest.raises(FileExistsError, match=message), _atomic.make_folder(other):
-        run_during_next_call(
-            monkeypatch, os, "replace", lambda: save(other, 4.0)
-        )  # between a look for the folder and its name
-    assert read_values(other) == {4.0} and sorted(tmp_path.iterdir()) == [folder, other]
+
+
+def write_mlx(folder, value, **options):
+    eqq.io.write(folder, {"w": np.full(2, value, np.float32)}, "mlx", config={"value": value}, **options)
+
+
+def read_mlx(folder):
+    """The value of the configuration and that of the weights."""
+    return json.loads((folder / "config.json").read_text())["value"], float(eqq.io.open(folder)["w"][0])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks of folders")
+def test_one_of_two_processes_wins_whole(tmp_path, monkeypatch):
+    write_mlx(tmp_path, 0.0)
+    other = threading.Thread(target=write_mlx, args=(tmp_path, 2.0))
+
+    original = _atomic._move
+
+    def move(new, path):
+        if path.name == "model.safetensors" and not other.ident:  # the configuration of the first is there already
+            other.start()
+            other.join(0.2)
+        original(new, path)
+
+    monkeypatch.setattr(_atomic, "_move", move)
+    write_mlx(tmp_path, 1.0)
+    other.join()
+    assert read_mlx(tmp_path) == (2.0, 2.0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_another_process_writes_another_layout_meanwhile(tmp_path, monkeypatch):
+    run_during_next_call(monkeypatch, os, "fsync", lambda: save(tmp_path, 2.0))
+    with pytest.raises(ValueError, match="must hold no other weights.*index.json"):
+        write_mlx(tmp_path, 1.0)
+    assert read_values(tmp_path) == {2.0} and not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
+def test_files_of_a_folder_move_together(tmp_path, monkeypatch, error):
+    """Each move fails once, as on Windows where a reader has the file open."""
+    original, old = _atomic._move, {"config.json": b"{}", "model.safetensors": b"old"}
+
+    def fails(new, path):
+        if path.name == stop:
+            raise error
+        original(new, path)
+
+    monkeypatch.setattr(_atomic, "_move", fails)
+    for stop in ("config.json", "new.json", "model.safetensors"):
+        for name, content in old.items():
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(error), _atomic.replace(tmp_path, "model.safetensors") as new:
+            for name in (*old, "new.json"):
+                (new / name).write_bytes(b"new")
+        assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == old
+
+
+def test_errors_name_the_output(path, monkeypatch):
+    """Not the hidden folder, which a disk without inodes has no room for."""
+
+    def full(folder, *_):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", folder)
+
+    monkeypatch.setattr(os, "mkdir", full)
+    with pytest.raises(OSError, match="Disk quota exceeded") as raised:
+        eqq.save(path, {"w": jnp.ones(2)})
+    assert raised.value.filename == str(path)

@@ -5,6 +5,7 @@ import itertools as it
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -495,7 +496,7 @@ def test_a_picture_that_cannot_be_drawn(run, checkpoint, tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     def full(figure, file, **_):
-        file.write(b"half")
+        file.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     run("quantize", checkpoint, tmp_path / "out.safetensors")
@@ -517,6 +518,39 @@ def test_interrupt_exits_without_a_traceback(run, checkpoint, tmp_path, monkeypa
     monkeypatch.setattr(eqq.io.Checkpoint, "__getitem__", raise_interrupt)
     assert "stopped" in run("quantize", checkpoint, tmp_path / "out.safetensors", code=130)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("output", [("out",), ("out.safetensors",), ("out", "--dialect", "mlx")])
+def test_sigterm_leaves_nothing(run, checkpoint, tmp_path, monkeypatch, output):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(eqq.io.Checkpoint, "__getitem__", lambda *_: signal.raise_signal(signal.SIGTERM))
+    assert "stopped. No file was written." in run("quantize", checkpoint, tmp_path / output[0], *output[1:], code=143)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_weights_that_would_not_be_read_are_not_written(run, sources, monkeypatch, dry):
+    monkeypatch.setattr(eqq.io.Checkpoint, "__getitem__", None)  # nor quantized
+    shards, before = sources / "shards", {p: p.read_bytes() for p in sources.rglob("*") if p.is_file()}
+    for output in ("model.safetensors", "model.gguf"):
+        err = run("quantize", sources / "one", shards / output, *dry, code=1)
+        assert f"{output} must be in a folder without an index" in err
+    for to in ((), ("--dialect", "mlx")):
+        err = run("quantize", sources / "one", shards, *to, "--force", *dry, code=1)
+        assert "must hold no other weights, which would be read instead. Got model-0.safetensors" in err
+    assert {p: p.read_bytes() for p in sources.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="devices")
+def test_no_device_is_replaced(run, checkpoint, tmp_path):
+    link = tmp_path / "null.safetensors"
+    link.symlink_to(os.devnull)
+    for output in (os.devnull, link):
+        for command in ("quantize", "convert"):
+            err = run(command, checkpoint, output, "--force", code=1)
+            assert f"Got '{output}', a device or a pipe. `eqquant quantize --dry-run` writes nothing." in err
+    assert not os.path.isfile(os.devnull) and link.is_symlink()
 
 
 def test_the_suffix_of_gguf_is_its_layout(run, checkpoint, tmp_path):

@@ -15,13 +15,17 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from safetensors.numpy import save_file
 
 import eqquant as eqq
 from eqquant._numerics.packing import pack, packed_length
 from eqquant._wrappers.permuted import PermutedArray
 from eqquant._wrappers.rotated import RotatedArray
 from eqquant._wrappers.scaled import ScaledArray
+from eqquant.io import _atomic
 from eqquant.io._bits import pack_codes, pack_columns, unpack_columns, unpack_low_first
+from eqquant.io._convert import convert_into
+from eqquant.io._writers import gguf
 from eqquant.reference import integer_format
 
 from .helpers import arrays, FORMATS, KINDS, loss, mlp, weights
@@ -236,6 +240,7 @@ def test_odd_paths(tmp_path, path):
     index.write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
     with pytest.raises(ValueError, match="index.json must name files of its own folder"):
         eqq.io.open(index)
+    index.unlink()
     os.mkfifo(tmp_path / "pipe")
     for read in (eqq.load, eqq.io.open):
         with pytest.raises(ValueError, match="pipe must be a file. Got a folder, a device or a pipe"):
@@ -419,9 +424,85 @@ def test_shards_need_a_folder(tmp_path):
     path = tmp_path / "model.safetensors"
     eqq.save(path, {"w": jnp.ones(2)})
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"must be a folder with `shard_nbytes`.*model.safetensors. Remove it"):
+    with pytest.raises(ValueError, match=r"`path` must be a folder, which gets .*index.json.*Got .*model.safetensors"):
         eqq.save(path, {"w": jnp.zeros(2)}, shard_nbytes=100)
     assert path.read_bytes() == before
+
+
+def write_gguf_parts(folder, tree):
+    for n in range(2):
+        part = {"split.no": np.uint16(n), "split.count": np.uint16(2), "split.tensors.count": np.int32(len(tree))}
+        arrays = {name: x for i, (name, x) in enumerate(tree.items()) if i % 2 == n}
+        with _atomic.replace(folder / f"model-{n + 1:05}-of-00002.gguf") as new:
+            gguf.write(new, [gguf.layout(name, x).tensors[0] for name, x in arrays.items()], part)
+
+
+def write_shards_of_others(folder, tree):
+    for name, x in tree.items():
+        save_file({name: x}, folder / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in tree}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def convert_after(write):
+    """Writes a tree by a conversion of a file elsewhere."""
+
+    def converted(folder, tree):
+        source = folder.with_name("source.safetensors")
+        eqq.save(source, tree)
+        write(eqq.io.open(source), folder)
+
+    return converted
+
+
+OUTPUTS = {
+    "file": lambda folder, tree: eqq.save(folder / "model.safetensors", tree),
+    "another file": lambda folder, tree: eqq.save(folder / "a.safetensors", tree),
+    "a shard": lambda folder, tree: eqq.save(folder / "v.safetensors", tree),
+    "shards": lambda folder, tree: eqq.save(folder, tree, shard_nbytes=8),
+    "mlx": lambda folder, tree: eqq.io.write(folder, tree, "mlx"),
+    "mlx shards": lambda folder, tree: eqq.io.write(folder, tree, "mlx", shard_nbytes=8),
+    "gguf": lambda folder, tree: eqq.io.write(folder / "model.gguf", tree, "gguf"),
+    "convert": convert_after(lambda source, folder: eqq.io.convert(source, folder / "model.safetensors")),
+    "convert to mlx": convert_after(lambda source, folder: eqq.io.convert(source, folder, dialect="mlx")),
+    "convert into": convert_after(convert_into),
+}
+THERE = {"shards of others": write_shards_of_others, "gguf parts": write_gguf_parts, **OUTPUTS}
+
+
+@pytest.mark.parametrize("there", THERE)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_what_is_written_in_a_folder_is_what_is_read_from_it(tmp_path, there, output):
+    """Or it is refused, or the folder is ambiguous, which is an error."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    old, new = ({"v": np.full(2, n, np.float32), "w": np.full(3, n, np.float32)} for n in (1, 2))
+    THERE[there](folder, old)
+    before = {p: p.read_bytes() for p in folder.iterdir()}
+    try:
+        OUTPUTS[output](folder, new)
+    except ValueError as e:
+        assert re.search("must hold no other weights|must be in a folder without an index", str(e))
+        assert {p: p.read_bytes() for p in folder.iterdir()} == before
+        assert there != output and {there, output} != {"convert", "file"}
+        return
+    try:
+        found = eqq.io.open(folder)
+    except ValueError as e:
+        assert "Open one of them" in str(e) and before.items() <= {p: p.read_bytes() for p in folder.iterdir()}.items()
+    else:
+        assert {name: found[name].tolist() for name in found} == {name: x.tolist() for name, x in new.items()}
+        assert not [p for p in folder.glob("model-*.safetensors") if there != "shards" and "shards" not in output]
+
+
+def test_a_file_with_the_name_of_a_part_is_refused(tmp_path):
+    tree = {"w": np.ones(2, np.float32)}
+    for write in (eqq.save, lambda path, tree: eqq.io.write(path, tree, "gguf")):
+        with pytest.raises(
+            ValueError, match="must be a file of all tensors. Got .*, which is the name of one of sever"
+        ):
+            write(tmp_path / "model-00001-of-00002.gguf", tree)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

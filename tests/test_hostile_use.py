@@ -72,6 +72,10 @@ def found(path):
     return {round(float(x), 2) for name in checkpoint for x in np.unique(dense(checkpoint[name]))}
 
 
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
 # Kills
 
 PROGRAM = """
@@ -114,7 +118,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, sources, operation,
             assert found(path) in ({1.0}, {2.0})
         run.stdin.close()
     OPERATIONS[operation](sources[1], path)
-    assert found(path) == {2.0}
+    assert found(path) == {2.0} and not [*path.parent.rglob(".*")]
 
 
 # Full disks
@@ -137,12 +141,12 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, sources, operation, monkeypat
     write, path = {**OPERATIONS, **FOLDERS}[operation], output(tmp_path / "out", operation)
     original = Path.open
     on_full_disk = lambda file, mode="r", *args, **kwargs: (
-        io.BufferedWriter(FullDisk(file, mode)) if mode == "xb" else original(file, mode, *args, **kwargs)
+        io.BufferedWriter(FullDisk(file, mode)) if mode == "wb" else original(file, mode, *args, **kwargs)
     )
     for exists in (False, True):
         if exists:
             write(sources[0], path)
-        before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+        before = contents(tmp_path / "out")
         for room in range(30):
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "open", on_full_disk)
@@ -150,10 +154,10 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, sources, operation, monkeypat
                 try:
                     write(sources[1], path)
                 except OSError as error:
-                    assert error.errno == errno.ENOSPC and error.filename is not None
+                    assert error.errno == errno.ENOSPC and error.filename == str(path)
                 else:
                     break
-            assert before == {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+            assert before == contents(tmp_path / "out")
         assert room > 1 and found(path) == {2.0}
         if not exists:
             for file in sorted((tmp_path / "out").rglob("*"), reverse=True):

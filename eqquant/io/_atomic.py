@@ -1,97 +1,127 @@
-"""Files and folders that appear whole: a reader finds the old one or the new one.
+"""Files and folders that appear whole: a reader finds the old ones or the new ones.
 
-That holds even if the process is killed.
+That holds even if the process is killed, or if several write at the same time.
 """
 
 import contextlib
 import errno
+import glob
 import os
-import secrets
 import shutil
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 
-def check_folder(path: Path) -> None:
-    """Raises if there is no folder for `path` to be written in."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
+_END = ".eqquant.tmp"
 
 
 @contextlib.contextmanager
-def open_replacement(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file, and moves it to `path` if the body raises nothing.
+def replace(path: Path, head: str | None = None, claim: Callable[[], Iterable[Path]] = tuple) -> Iterator[Path]:
+    """Yields where to write the file, or with `head` the folder, that moves to `path` if the body raises nothing.
 
-    A process that is killed may leave the temporary file, `.name.<random>.tmp`, which nothing reads.
+    A folder that exists keeps its other files.
+
+    - `head`: the file of a folder that a reader opens first. It moves last.
+    - `claim`: raises if `path` must not be written, or returns the files that the new ones replace. It is called at the
+        start, and again while no other process moves files there.
     """
-    path = Path(os.path.realpath(path))  # a link stays a link
-    if path.is_dir():
+    real = Path(os.path.realpath(path))  # a link stays a link
+    exists = real.is_dir()
+    if exists and head is None:
         raise IsADirectoryError(f"{path} must be a file. Got a folder, which only `shard_nbytes` writes into.")
-    if path.exists() and not path.is_file():  # such as /dev/null, which must not be replaced
+    if real.exists() and not exists and not real.is_file():  # such as /dev/null, which must not be replaced
         raise OSError(f"{path} must be a file. Got a device, a pipe or a socket.")
-    check_folder(path)
-    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as f:
-            if path.exists():
-                shutil.copymode(path, temporary)  # a user who could not read the old file cannot read the new one
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except BaseException as e:
-        temporary.unlink(missing_ok=True)
-        if isinstance(e, OSError) and e.filename is None:  # of a write, such as to a full disk
-            e.filename = str(path)
-        raise
-    sync_folder(path.parent)
-
-
-def stage(whole: contextlib.ExitStack, path: Path, content: bytes) -> None:
-    """Writes a file to the disk, which moves to `path` at the end of `whole` if nothing raises."""
-    f = whole.enter_context(open_replacement(path))
-    f.write(content)
-    f.flush()
-    os.fsync(f.fileno())
+    claim()
+    with make_scratch(path) as scratch:
+        new = scratch / real.name
+        if head is not None:
+            new.mkdir()
+        yield new
+        for file in [new] if head is None else new.iterdir():
+            with file.open("r+b") as f:
+                os.fsync(f.fileno())
+        with _lock(scratch.parent) as handle:
+            if real.is_dir() and not exists:
+                message = "Another process made this folder meanwhile. Write again"
+                raise FileExistsError(errno.EEXIST, message, str(path))
+            old = claim()
+            _move_all(new, real, head) if exists and head is not None else _move(new, real)
+            for file in old:
+                file.unlink(missing_ok=True)
+            if handle is not None:
+                os.fsync(handle)  # else the new names might not survive a loss of power
 
 
 @contextlib.contextmanager
-def make_folder(folder: Path) -> Iterator[Path]:
-    """Yields the folder to write into.
+def make_scratch(path: Path) -> Iterator[Path]:
+    """Makes a hidden folder in the folder `path`, or beside the file, and removes it at the end.
 
-    It is the folder that exists, or one beside it, which gets its name if nothing raises.
+    A process that is killed leaves it. The next one that writes `path` finds it unlocked, and removes it.
     """
-    folder = Path(os.path.realpath(folder))  # a link stays a link
-    if folder.exists():
-        yield folder
-        return
-    check_folder(folder)
-    temporary = folder.with_name(f".{folder.name[:200]}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
-    try:
-        yield temporary
+    real = Path(os.path.realpath(path))
+    where, start = real if real.is_dir() else real.parent, f".{real.name[:50]}."
+    if not where.is_dir():
+        raise FileNotFoundError(f"{path} must be in a folder that exists. Got {path.parent}, which does not.")
+    with contextlib.ExitStack() as held:
         try:
-            os.replace(temporary, folder)
+            with _lock(where):
+                for left in where.glob(f"{glob.escape(start)}????????{_END}"):
+                    with contextlib.suppress(OSError), _lock(left, wait=False) as handle:
+                        if handle is not None:  # the process that made it has ended
+                            shutil.rmtree(left)
+                scratch = Path(tempfile.mkdtemp(_END, start, where))
+                held.callback(shutil.rmtree, scratch, ignore_errors=True)
+                held.enter_context(_lock(scratch))
+            yield scratch
         except OSError as e:
-            if not folder.exists():
-                raise
-            message = "Another process made this folder meanwhile. Write again"
-            raise FileExistsError(errno.EEXIST, message, str(folder)) from e
-    except BaseException as e:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(e, OSError) and isinstance(e.filename, str):
-            e.filename = e.filename.replace(temporary.name, folder.name)
-        raise
-    sync_folder(folder.parent)
+            # Of a write, such as to a full disk, which names no file or one that nobody knows.
+            if e.filename is None or str(e.filename).startswith(str(where / start)):
+                e.filename, e.filename2 = str(path), None
+            raise
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes new names in a folder survive a loss of power, where the system can do that."""
-    if os.name != "posix":
+@contextlib.contextmanager
+def _lock(folder: Path, wait: bool = True) -> Iterator[int | None]:
+    """Locks a folder, and yields its handle. A system unlocks it when the process ends.
+
+    Yields `None` if another process holds it, or where the system locks no folders: Windows, some network file systems.
+    """
+    if sys.platform == "win32":
+        yield None
         return
-    handle = os.open(folder, os.O_RDONLY)
+    import fcntl
+
+    handle, locked = os.open(folder, os.O_RDONLY), False
     try:
-        os.fsync(handle)
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        yield handle if locked else None
     finally:
+        if locked:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the handle too
         os.close(handle)
+
+
+def _move(new: Path, path: Path) -> None:
+    if path.exists():
+        shutil.copymode(path, new)  # a user who could not read the old file cannot read the new one
+    os.replace(new, path)
+
+
+def _move_all(new: Path, folder: Path, head: str) -> None:
+    """Moves all files of a folder into another, `head` last. If one cannot move, none does."""
+    names = sorted((p.name for p in new.iterdir()), key=lambda name: name == head)
+    old = Path(tempfile.mkdtemp(dir=new.parent))
+    try:
+        for name in names:
+            if name != head and (folder / name).exists():
+                shutil.copy2(folder / name, old / name)
+            _move(new / name, folder / name)
+    except BaseException:
+        moved = [name for name in names if not (new / name).exists()]
+        for name in moved if head not in moved else ():
+            os.replace(old / name, folder / name) if (old / name).exists() else (folder / name).unlink()
+        raise

@@ -10,10 +10,8 @@ import itertools
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +29,16 @@ from .._tree.report import LeafReport, TreeReport
 from .._tree.summary import make_quantized_row, make_rows
 from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
-from ._atomic import check_folder, make_folder, stage
+from ._atomic import make_scratch
 from ._checkpoint import Checkpoint, open
 from ._entry import AnyArray, is_packed
+from ._files import check_place, FILE
 from ._lazy import LazyArray, LazyMapping
 from ._llama_cpp import for_llama_cpp
 from ._load import nest
-from ._save import save
-from ._write import check_layouts, check_no_others, CONFIG, describe_model, FILE, write, write_arrays, WriteOptions
+from ._safetensors import write as write_safetensors
+from ._save import describe_tree, find_head, save, write_folder
+from ._write import check_layouts, CONFIG, describe_model, write, write_arrays, WriteOptions
 from ._writers import gguf
 
 
@@ -111,9 +111,9 @@ def convert(
     if an array of the checkpoint cannot be read, or for llama.cpp, if `config.json` or the tokenizer does not agree
     with the arrays. Then `path` is as it was.
     """
-    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open(checkpoint)
+    opened, path = checkpoint if isinstance(checkpoint, Checkpoint) else open(checkpoint), Path(path)
     decisions, leaves, report = _plan(opened, format, axis, method, dialect, each)
-    path = Path(path)
+    check_place(path, find_head(shard_nbytes, is_folder=dialect not in (None, gguf.NAME)))
     if dialect is None:
         save(path, _nest(leaves), shard_nbytes=shard_nbytes)
     elif not decisions:
@@ -127,29 +127,34 @@ def convert(
         arrays = LazyMapping({name: ft.partial(read, name) for name in leaves})
         _write(opened, arrays, path, dialect, shard_nbytes, leaves)
     else:
-        check_folder(path)
         # An array is laid out twice, for the header and when it is written, and should be quantized once.
-        with tempfile.TemporaryDirectory(prefix=".eqquant-", dir=path.parent) as folder:
-            made = Path(folder) / "model.safetensors"
-            save(made, leaves)
+        with make_scratch(path) as scratch:
+            made = scratch / FILE
+            write_safetensors(made, *describe_tree(leaves))
             _write(opened, open(made), path, dialect, shard_nbytes, leaves.keys() - decisions.keys())
     return report
 
 
-def convert_into(checkpoint: Checkpoint, folder: Path, format: FormatRules | None = None, **options: Any) -> TreeReport:
+def convert_into(
+    checkpoint: Checkpoint,
+    folder: Path,
+    format: FormatRules | None = None,
+    *,
+    axis: Axis = None,
+    method: MethodLike | None = None,
+    each: Each | None = None,
+) -> TreeReport:
     """As `convert`, to a file of eqquant in a folder.
 
     The folder also gets `config.json` and the files of the tokenizer.
     """
-    check_no_others(folder)
+    _, leaves, report = _plan(checkpoint, format, axis, method, None, each)
     files = {name: p.read_bytes() for name, p in _companions(checkpoint, folder).items()}
     if checkpoint.config:
         files[CONFIG] = json.dumps(describe_model(checkpoint.config), indent=2).encode()
-    with contextlib.ExitStack() as whole:
-        into = whole.enter_context(make_folder(folder))
-        for name, content in files.items():
-            stage(whole, into / name, content)
-        return convert(checkpoint, into / FILE, format, **options)
+    tensors, manifest = describe_tree(_nest(leaves))
+    write_folder(folder, tensors, None, head_metadata=manifest, files=files)
+    return report
 
 
 def plan(

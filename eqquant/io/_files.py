@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .._errors import did_you_mean
+from .._tree.leaves import abbreviate_list
 from . import _gguf, _safetensors
 from ._parts import join, other_parts, Part, part_name
 from ._tensors import MappedFile, parse_json, StoredTensor
 
 
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS, _INDEX = (".safetensors", ".gguf"), ".safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _UNFINISHED = (".incomplete", ".part", ".crdownload", ".aria2")  # suffixes of files that programs are downloading
 _MAX_CONFIG = 100_000_000
@@ -49,12 +52,12 @@ def find_files(path: str | os.PathLike[str]) -> Files:
         raise FileNotFoundError(f"{path} must be a file or folder that exists. Got neither. {_near(path)}".rstrip())
     if not path.is_dir():
         return _open_index(path) if path.name.endswith("index.json") else _open_file(path)
-    indices = sorted(path.glob("*.safetensors.index.json"))
+    indices = _list_files(path, _INDEX)
     if len(indices) > 1:
         raise ValueError(f"{path} must have one index. Got {', '.join(p.name for p in indices)}. Open one of them.")
     if indices:
         return _open_index(indices[0])
-    found = sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".gguf") and not p.name.startswith("."))
+    found = _list_files(path, *_WEIGHTS)
     if len({(name := part_name(p)) and name._replace(number=1) or p for p in found}) == 1:
         return _open_file(found[0])
     if not found:
@@ -64,6 +67,45 @@ def find_files(path: str | os.PathLike[str]) -> Files:
         raise FileNotFoundError(f"{path} must hold a .safetensors or .gguf file. Got {got}.")
     names = ", ".join(p.name for p in found[:10])
     raise ValueError(f"{path} must hold one file, or an index of several. Got {names}. Open one of them.")
+
+
+def _list_files(folder: Path, *ends: str) -> list[Path]:
+    """Returns the files of a folder with these ends of names, without those that are hidden."""
+    return sorted(p for p in folder.iterdir() if p.name.endswith(ends) and not p.name.startswith("."))
+
+
+def check_place(path: Path, head: str | None = None) -> list[Path]:
+    """Raises if other weights would be read where these are written.
+
+    - `path`: the file to write; with `head`, a folder.
+    - `head`: the file of the folder that a reader opens first, `FILE` or `INDEX`.
+
+    Returns the shards that the new ones replace.
+    """
+    if head is None:
+        if path.name.endswith("index.json"):
+            raise ValueError(f"`path` must be a file of tensors. Got {path}, which is the name of an index of shards.")
+        if part_name(path):
+            raise ValueError(f"`path` must be a file of all tensors. Got {path}, which is the name of one of several.")
+        for file in (path, Path(os.path.realpath(path))) if path.name.endswith(_WEIGHTS) else ():
+            if file.parent.is_dir() and (indices := _list_files(file.parent, _INDEX)):
+                raise ValueError(
+                    f"{path} must be in a folder without an index, which would be read instead. Got {indices[0]}. "
+                    "Name another folder, or remove the index and its shards."
+                )
+        return []
+    if path.suffix in _WEIGHTS or (path.exists() and not path.is_dir()):
+        raise ValueError(f"`path` must be a folder, which gets {head} and other files. Got {path}. Name another.")
+    if not path.is_dir():
+        return []
+    shards = list(path.glob("model-?????-of-?????-????????.safetensors")) if head == INDEX else []
+    others = [p.name for p in _list_files(path, *_WEIGHTS, _INDEX) if p.name != head and p not in shards]
+    if others:
+        raise ValueError(
+            f"{path} must hold no other weights, which would be read instead. Got {abbreviate_list(others)}. Name "
+            "another folder, or remove them."
+        )
+    return shards
 
 
 def _near(path: Path) -> str:
@@ -84,7 +126,7 @@ def _open_file(path: Path) -> Files:
     file = MappedFile(path)
     if os.path.exists(f"{path}.aria2"):
         file.fail(f"must be whole. Got an unfinished download: {path.name}.aria2 lies beside it.")
-    if path.suffix not in (".safetensors", ".gguf") and not _is_known(file):
+    if path.suffix not in _WEIGHTS and not _is_known(file):
         if path.suffix in _PICKLES:
             file.fail(f"must be a .safetensors or .gguf file. Got {_pickles([path.name])}.")
         file.fail(f"must be a .safetensors or .gguf file. Got another kind, which begins with {file.buffer[:8]!r}.")

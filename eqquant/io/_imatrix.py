@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from .._methods.statistics import is_collected
+from ._atomic import replace
 from ._gguf import Cursor, MAGIC, read
 from ._tensors import MappedFile, NewTensor, StoredTensor
 from ._writers import gguf
@@ -94,7 +95,8 @@ def write_imatrix(path: Path, inputs: Mapping[str, object], metadata: Mapping[st
             "`arrays` must hold statistics of inputs. Got none. Pass what `eqq.calibrate.collect_stats` returns for "
             "batches that reach the weights."
         )
-    gguf.write(path, tensors, {"general.type": IMATRIX, **_METADATA, **metadata})
+    with replace(path) as new:
+        gguf.write(new, tensors, {"general.type": IMATRIX, **_METADATA, **metadata})
 
 
 def _from_gguf(file: MappedFile) -> dict[str, np.ndarray]:

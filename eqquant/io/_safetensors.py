@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeGuard
 
-from ._atomic import open_replacement
 from ._tensors import DTYPES, MappedFile, num_bytes, parse_json, StoredTensor, Tensor, to_bytes
 
 
@@ -89,7 +88,7 @@ def _whole_numbers(x: object) -> TypeGuard[list[int]]:
 
 
 def write(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a file, one tensor at a time, and puts it in the place of `path` when it is whole."""
+    """Writes a file, one tensor at a time."""
     tensors, start = list(tensors), {}
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -99,8 +98,10 @@ def write(path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str]) ->
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
-        raise ValueError(f"The header of {path} must take at most {MAX_HEADER} bytes. Got {len(text)}. Save in parts.")
-    with open_replacement(path) as f:
+        raise ValueError(
+            f"The header of {path.name} must take at most {MAX_HEADER} bytes. Got {len(text)}. Save in parts."
+        )
+    with path.open("wb") as f:
         f.write(len(text).to_bytes(8, "little"))
         f.write(text)
         # In the given order, so that tensors that belong together are read once.

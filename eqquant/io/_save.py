@@ -1,6 +1,7 @@
 """`eqq.save`: saves a model, or any tree, in a file that describes its leaves."""
 
 import collections
+import contextlib
 import dataclasses
 import functools as ft
 import json
@@ -8,6 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.core
@@ -17,16 +19,13 @@ import numpy as np
 
 from .._tree.leaves import identity_key, key_name, Leaf, named_leaves
 from .._types import PyTree
-from ._atomic import make_folder, open_replacement, sync_folder
+from ._atomic import replace
 from ._entry import describe_leaf, Entry, is_packed, named_parts
-from ._files import read_json
+from ._files import check_place, FILE, INDEX
 from ._lazy import keep_latest, LazyArray
 from ._manifest import KEY, leaf_to_json, MAX_KEYS, SavedLeaf, Scalar, stored_as, to_stored, VERSION
 from ._safetensors import split, width, write
-from ._tensors import MappedFile, NewTensor, Tensor
-
-
-INDEX = "model.safetensors.index.json"
+from ._tensors import NewTensor, Tensor
 
 
 def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None = None) -> None:
@@ -48,7 +47,8 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None
     activation functions, come from the template, as with `equinox.tree_serialise_leaves`. An array that stands in
     several places is saved once. A method, such as `eqq.MSE()`, is not part of an array.
 
-    A process that dies while saving leaves the old file as it was, if there was one.
+    A process that dies while saving leaves the old file as it was, if there was one, and a hidden folder, which the
+    next save removes.
 
     **Arguments:**
 
@@ -66,32 +66,22 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, shard_nbytes: int | None
     `TypeError` for a leaf without values (a `jax.ShapeDtypeStruct`, or a traced array), for an array of objects or with
     a mask, or for a format whose fields JSON cannot hold. `ValueError` for a quantized array that is not whole, a
     deleted array, or one of which this process holds only a part; the message names the leaf. `ValueError` too if
-    `path` is a file and `shard_nbytes` needs a folder. `OSError` if `path` is not a file, or its folder does not exist.
-    In all these cases nothing is written.
+    `path` is a file and `shard_nbytes` needs a folder, or if a folder holds other weights, which would be read in
+    place of these. `OSError` if `path` is not a file, its folder does not exist, or the disk is full. In all these
+    cases nothing is written.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"`path` must be a path. Got {type(path)}. Pass the path first, then the tree.")
-    check_shard_nbytes(shard_nbytes)
-    path = Path(path)
-    if shard_nbytes is None and path.name.endswith("index.json"):
-        raise ValueError(f"`path` must be a file of tensors. Got {path}, which is the name of an index of shards.")
-    saved, tensors = _plan(tree)
-    manifest = json.dumps({"version": VERSION, "leaves": list(map(leaf_to_json, saved))}, separators=(",", ":"))
-    if shard_nbytes is None:
-        write(path, tensors, {KEY: manifest})
-    else:
-        write_shards(path, split(tensors, shard_nbytes), {}, {KEY: manifest})
+    path, (tensors, manifest) = Path(path), describe_tree(tree)
+    if shard_nbytes is not None:
+        write_folder(path, tensors, shard_nbytes, head_metadata=manifest)
+        return
+    with replace_weights(path) as new:
+        write(new, tensors, manifest)
 
 
-def check_shard_nbytes(shard_nbytes: int | float | str | None) -> None:
-    if shard_nbytes is not None and (isinstance(shard_nbytes, bool | str) or not shard_nbytes >= 1):
-        raise ValueError(
-            f"`shard_nbytes` must be a number of at least 1. Got {shard_nbytes!r}. `None` writes one file."
-        )
-
-
-def _plan(tree: PyTree) -> tuple[list[SavedLeaf[NewTensor]], list[NewTensor]]:
-    """Returns the manifest and the tensors to write.
+def describe_tree(tree: PyTree) -> tuple[list[NewTensor], dict[str, str]]:
+    """Returns the tensors to write, and the metadata that describes the leaves.
 
     Raises before anything is written.
     """
@@ -117,7 +107,8 @@ def _plan(tree: PyTree) -> tuple[list[SavedLeaf[NewTensor]], list[NewTensor]]:
         value = x if isinstance(x, Scalar) else None
         seen[same] = SavedLeaf(leaf.path, keys, entry, found, value, impl)
         saved.append(seen[same])
-    return saved, tensors
+    manifest = json.dumps({"version": VERSION, "leaves": list(map(leaf_to_json, saved))}, separators=(",", ":"))
+    return tensors, {KEY: manifest}
 
 
 def _parts(x: PyTree) -> dict[str, PyTree]:
@@ -170,48 +161,48 @@ def _free(name: str, taken: set[str], own: bool) -> str:
     return name
 
 
-def shards_in(folder: Path) -> list[Path]:
-    return list(folder.glob("model-?????-of-?????-????????.safetensors"))
-
-
-def _listed_in(folder: Path) -> list[Path]:
-    """Returns the shards with names of ours that the index of a folder lists."""
-    try:
-        where = read_json(MappedFile(folder / INDEX)).get("weight_map")
-    except (OSError, ValueError):
-        return []  # no index, or a damaged one, which the new one replaces
-    listed = {name for name in where.values() if isinstance(name, str)} if isinstance(where, dict) else set()
-    return [p for p in shards_in(folder) if p.name in listed]
-
-
-def write_shards(
-    folder: Path, shards: Sequence[Sequence[Tensor]], metadata: Mapping[str, str], index_metadata: Mapping[str, str]
+def write_folder(
+    folder: Path,
+    tensors: Sequence[Tensor],
+    shard_nbytes: int | None,
+    *,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    head_metadata: Mapping[str, str] = MappingProxyType({}),
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Writes shards under new names, then the index, and removes the old shards.
+    """Writes tensors into a folder: one file, or shards and their index, which replace older ones.
 
-    An older index lists the old ones.
+    - `metadata`: of each file.
+    - `head_metadata`: of the one file, or of the index.
+    - `files`: the contents of other files, by their names.
     """
-    if folder.exists() and not folder.is_dir():
+    with replace_weights(folder, find_head(shard_nbytes, is_folder=True)) as new:
+        for name, content in files.items():
+            (new / name).write_bytes(content)
+        if shard_nbytes is None:
+            write(new / FILE, tensors, {**metadata, **head_metadata})
+            return
+        shards, token, where = split(tensors, shard_nbytes), secrets.token_hex(4), {}
+        for n, shard in enumerate(shards, 1):
+            name = f"model-{n:05}-of-{len(shards):05}-{token}.safetensors"
+            write(new / name, shard, metadata)
+            where |= {t.name: name for t in shard}
+        total = sum(t.nbytes for t in tensors)
+        index = {"metadata": {"total_size": total, **head_metadata}, "weight_map": where}
+        (new / INDEX).write_text(json.dumps(index))
+
+
+def find_head(shard_nbytes: int | None, is_folder: bool) -> str | None:
+    """Returns the file that a reader opens first in a folder, or `None` if there is one file and no folder."""
+    if shard_nbytes is None:
+        return FILE if is_folder else None
+    if isinstance(shard_nbytes, bool | str) or not shard_nbytes >= 1:
         raise ValueError(
-            f"`path` must be a folder with `shard_nbytes`, which writes several files. Got the file {folder}. Remove "
-            "it, name another folder, or save without `shard_nbytes`."
+            f"`shard_nbytes` must be a number of at least 1. Got {shard_nbytes!r}. `None` writes one file."
         )
-    token, where = secrets.token_hex(4), {}
-    names = [f"model-{n:05}-of-{len(shards):05}-{token}.safetensors" for n in range(1, len(shards) + 1)]
-    with make_folder(folder) as into:
-        try:
-            for name, shard in zip(names, shards, strict=True):
-                write(into / name, shard, metadata)
-                where |= {t.name: name for t in shard}
-            total = sum(t.nbytes for shard in shards for t in shard)
-            index = {"metadata": {"total_size": total, **index_metadata}, "weight_map": where}
-            before = _listed_in(into)
-            with open_replacement(into / INDEX) as f:
-                f.write(json.dumps(index).encode())
-        except BaseException:
-            for name in {*names} - {p.name for p in _listed_in(into)}:  # unless the new index is there already
-                (into / name).unlink(missing_ok=True)
-            raise
-        for old in before:  # no others: another process may have written shards, and its index is yet to come
-            old.unlink(missing_ok=True)
-        sync_folder(into)
+    return INDEX
+
+
+def replace_weights(path: Path, head: str | None = None) -> contextlib.AbstractContextManager[Path]:
+    """As `replace`, where no other weights would be read."""
+    return replace(path, head, ft.partial(check_place, path, head))

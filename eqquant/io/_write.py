@@ -1,6 +1,5 @@
 """`eqq.io.write`: arrays as a file that another library opens."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -13,22 +12,18 @@ from typing import NamedTuple
 from .._errors import did_you_mean, Message
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._types import PyTree
-from . import _safetensors
-from ._atomic import make_folder, stage
 from ._entry import AnyArray, is_packed
 from ._imatrix import IMATRIX, write_imatrix
 from ._lazy import keep_latest
-from ._safetensors import split
-from ._save import check_shard_nbytes, checked_entry, INDEX, shards_in, write_shards
+from ._save import checked_entry, replace_weights, write_folder
 from ._tensors import NewTensor
 from ._writers import bitsandbytes, compressed_tensors, gguf, gptq, mlx
 from ._writers._layout import dense, Scheme, WrittenArray
 
 
 WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, gptq, mlx)}
-FILE, CONFIG = "model.safetensors", "config.json"
+CONFIG = "config.json"
 Renaming = Callable[[str], str | None] | Mapping[str, str | None] | None
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf")
 
 
 def write(
@@ -122,7 +117,8 @@ def write_arrays(path: Path, arrays: PyTree, dialect: str, options: WriteOptions
     tensors, schemes = _plan(writer, sources, kinds)
     if writer is gguf:
         _refuse_for_one_file(options)
-        gguf.write(path, tensors, options.metadata)
+        with replace_weights(path) as new:
+            gguf.write(new, tensors, options.metadata)
         return
     metadata = {"format": "mlx" if writer is mlx else "pt"}
     for key, text in options.metadata.items():
@@ -134,7 +130,7 @@ def write_arrays(path: Path, arrays: PyTree, dialect: str, options: WriteOptions
     except TypeError as e:
         raise TypeError(f"`config` must hold values that JSON can hold. {e}") from None
     files = {CONFIG: text.encode(), **{name: file.read_bytes() for name, file in options.companions.items()}}
-    _write_folder(path, tensors, files, metadata, options.shard_nbytes)
+    write_folder(path, tensors, options.shard_nbytes, metadata=metadata, files=files)
 
 
 def _refuse_for_one_file(options: WriteOptions) -> None:
@@ -273,42 +269,3 @@ def _plan(
             array = lambda name=name, n=n: latest(name).tensors[n].array()
             tensors.append(dataclasses.replace(t, array=array))
     return tensors, schemes
-
-
-def check_no_others(folder: Path, shard_nbytes: int | None = None) -> None:
-    """Raises if a folder holds weights that would stay.
-
-    Shards replace shards, and a file a file.
-    """
-    if folder.is_dir():
-        ours = lambda name: name in {p.name for p in shards_in(folder)} | {INDEX} if shard_nbytes else name == FILE
-        others = [p.name for p in folder.iterdir() if p.name.endswith(_WEIGHTS) and not ours(p.name)]
-        if others:
-            raise ValueError(
-                f"{folder} must hold no other weights, which would be read instead. Got {abbreviate_list(others)}."
-            )
-
-
-def _write_folder(
-    folder: Path,
-    tensors: list[NewTensor],
-    files: Mapping[str, bytes],
-    metadata: Mapping[str, str],
-    shard_nbytes: int | None,
-) -> None:
-    """Writes weights and other files.
-
-    None of these appears without the others, unless the process is killed.
-    """
-    if folder.suffix in (".safetensors", ".gguf") or (folder.exists() and not folder.is_dir()):
-        raise ValueError(f"`path` must be a folder, which gets {FILE} and {CONFIG}. Got {folder}.")
-    check_no_others(folder, shard_nbytes)
-    check_shard_nbytes(shard_nbytes)
-    with contextlib.ExitStack() as whole:
-        into = whole.enter_context(make_folder(folder))
-        for name, content in files.items():
-            stage(whole, into / name, content)
-        if shard_nbytes is None:
-            _safetensors.write(into / FILE, tensors, metadata)
-        else:
-            write_shards(into, split(tensors, shard_nbytes), metadata, {})

@@ -14,7 +14,6 @@ import numpy as np
 from ..._array.array import QuantizedArray
 from ..._formats import NVFP4
 from ..._types import PyTree
-from .._atomic import open_replacement
 from .._blocks import BLOCK_TYPES
 from .._entry import AnyArray
 from .._gguf import ALIGNMENT, ARRAY, ArrayValue, MAGIC, MAX_DIMENSIONS, SCALARS, SIZES, TEXT, TEXT_ERRORS, TYPES
@@ -89,7 +88,7 @@ def _blocks(name: str, q: QuantizedArray, kind: str) -> np.ndarray:
 
 
 def write(path: Path, tensors: Iterable[NewTensor], metadata: Mapping[str, object]) -> None:
-    """Writes a file, one tensor at a time, and puts it in the place of `path` when it is whole."""
+    """Writes a file, one tensor at a time."""
     tensors = list(tensors)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int | np.integer) or alignment not in [2**n for n in range(3, 21)]:
@@ -107,7 +106,7 @@ def write(path: Path, tensors: Iterable[NewTensor], metadata: Mapping[str, objec
         block, nbytes = SIZES[t.dtype]
         size = math.prod(dims) // block * nbytes
         offset += size + -size % alignment
-    with open_replacement(path) as f:
+    with path.open("wb") as f:
         f.write(b"".join(header))
         _align(f, int(alignment))
         for t in tensors:

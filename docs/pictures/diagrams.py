@@ -74,7 +74,15 @@ def architecture(theme: Theme) -> Any:
     ax = canvas(5.9, theme, "The rooms of eqquant: each imports from below")
     rows = (
         ("L12", (("the public names: eqq.quantize, eqq.quantize_tree, ...", 4, ""),)),
-        ("L10", (("calibrate\nranges from data", 1.3, ""), ("analysis\nerrors, plans", 1.3, ""), ("io\nfiles", 1, ""))),
+        (
+            "L10",
+            (
+                ("calibrate\nranges from data", 1.2, ""),
+                ("transforms\nAWQ, rotations", 1.2, ""),
+                ("analysis\nerrors, plans", 1, ""),
+                ("io\nfiles", 0.6, ""),
+            ),
+        ),
         ("L9", (("_training: masters, simulation, optimizer state", 4, ""),)),
         ("L8", (("_tree: leaves, rules, reports", 2, ""), ("_cache: keys, values", 1.6, ""))),
         ("L7", (("_wrappers: arrays around arrays", 4, ""),)),

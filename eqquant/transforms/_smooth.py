@@ -19,15 +19,15 @@ from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.fingerprint import check_same_weight
 from .._methods.names import as_method
 from .._methods.statistics import check_statistic, InputsError
+from .._tree.batches import Apply
+from .._tree.leaves import DenseArray
+from .._tree.missing import join_errors, warn_of_unused
+from .._tree.select import show_refusals, Where
+from .._tree.statistics import InputStatistics
 from .._types import PyTree
 from .._wrappers.scaled import ScaledArray
-from .batches import Apply
-from .change import change_model, divide_outputs, FoldChanges, multiply_inputs, select_weights
-from .folds import find_folds, Folds, Weights
-from .leaves import DenseArray
-from .missing import join_errors, warn_of_unused
-from .select import show_refusals, Where
-from .statistics import InputStatistics
+from ._change import change_model, divide_outputs, FoldChanges, multiply_inputs, select_weights
+from ._folds import find_folds, Folds, Weights
 
 
 # Reduces the values of inputs that come from one output to one value.

@@ -3,7 +3,7 @@
 They are the `fold` of `eqq.transforms.smooth` and `eqq.transforms.rotate`.
 """
 
-from .folds import FoldInto, Folds, ResidualStream, Rotations
+from ._folds import FoldInto, Folds, ResidualStream, Rotations
 
 
 def llama_pairs(head_size: int, *, offset: float | int = 0, layers: str = "layers.{n}") -> Folds:

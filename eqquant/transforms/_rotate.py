@@ -9,13 +9,13 @@ from jaxtyping import Array
 
 from .._array.checks import as_jax_array
 from .._numerics import hadamard
+from .._tree.batches import Apply
+from .._tree.leaves import abbreviate_list, DenseArray
+from .._tree.select import Selection, Where
 from .._types import PyTree
 from .._wrappers.rotated import RotatedArray
-from .batches import Apply
-from .change import Change, change_model, FoldChanges, multiply_inputs, select_weights
-from .folds import find_folds, find_stream, Fold, ResidualStream, Rotations, Stream, Weights
-from .leaves import abbreviate_list, DenseArray
-from .select import Selection, Where
+from ._change import Change, change_model, FoldChanges, multiply_inputs, select_weights
+from ._folds import find_folds, find_stream, Fold, ResidualStream, Rotations, Stream, Weights
 
 
 def rotate(

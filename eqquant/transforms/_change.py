@@ -12,13 +12,13 @@ from jaxtyping import Array
 
 from .._array.checks import as_jax_array, check_finite
 from .._mesh import on_device
+from .._tree.batches import Apply, as_apply, as_batches
+from .._tree.leaves import abbreviate_list, DenseArray, replace_leaves
+from .._tree.select import select_leaves, Selection, Where
+from .._tree.weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
 from .._types import PyTree
 from .._wrappers.mapped import AbstractMappedArray, reshape_along_axis
-from .batches import Apply, as_apply, as_batches
-from .folds import Weights
-from .leaves import abbreviate_list, DenseArray, replace_leaves
-from .select import select_leaves, Selection, Where
-from .weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
+from ._folds import Weights
 
 
 Change = Callable[[Array], Array]

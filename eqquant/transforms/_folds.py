@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .leaves import abbreviate_list, Leaf
-from .patterns import compile_pattern
-from .weights import ineligible_reason, is_embedding, unmappable_reason
+from .._tree.leaves import abbreviate_list, Leaf
+from .._tree.patterns import compile_pattern
+from .._tree.weights import ineligible_reason, is_embedding, unmappable_reason
 
 
 class FoldInto(NamedTuple):

@@ -1,6 +1,0 @@
-"""Changes of a float model that make it lose less when it is quantized."""
-
-from ._tree.folds import FoldInto as FoldInto, ResidualStream as ResidualStream
-from ._tree.pairs import llama_pairs as llama_pairs, llama_rotations as llama_rotations
-from ._tree.rotate import rotate as rotate
-from ._tree.smooth import AWQ as AWQ, smooth as smooth, SmoothQuant as SmoothQuant

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._methods.statistics import LeafStats
 from eqquant._native import library as native
 from eqquant._tree.decide import Activations, Decision
 from eqquant._tree.quantize import add_activations
-from eqquant.calibrate._stats import LeafStats
 
 from .helpers import outputs, relative_error, weights
 from .test_activations import close

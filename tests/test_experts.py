@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import eqquant as eqq
+from eqquant._methods.statistics import LeafStats
 from eqquant._native import library as native
-from eqquant.calibrate._stats import LeafStats
 
 from .helpers import primitives, weights
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant._methods.statistics import LeafStats
 from eqquant._tree.leaves import named_leaves
 from eqquant._wrappers.scaled import ScaledArray
-from eqquant.calibrate._stats import LeafStats
 from eqquant.transforms._folds import find_folds, Weights
 
 from .helpers import outputs, weights

@@ -13,12 +13,11 @@ from eqquant._methods.choose import choose_by_weights
 from eqquant._methods.given import FixedAmax
 from eqquant._methods.gram import map_layers
 from eqquant._methods.grid import _uniform_by_row, decode_rows
-from eqquant._methods.statistics import share_inputs, weigh_columns
+from eqquant._methods.statistics import LeafStats, share_inputs, weigh_columns
 from eqquant.calibrate._dataflow import Place
 from eqquant.calibrate._observers import Sums, WeightObserver
 from eqquant.calibrate._result import CalibrationResult
 from eqquant.calibrate._sequential import _compute_means, _correct_weight, _order_stages, _select_layer
-from eqquant.calibrate._stats import LeafStats
 
 from .bounds import UNIT
 

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TYPE_CHECKING, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -14,7 +14,10 @@ from .._formats.base import AbstractFormat, AbstractVectorFormat, is_ours, Scale
 from .choose import broadcast_weights, choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .fingerprint import check_same_weight
 from .grid import encode_by_chunks, EncodedRows, Grid, ScaleBits, store
-from .statistics import check_statistic, InputsError, is_collected, share_inputs, Statistics, weigh_columns
+from .statistics import check_statistic, Inputs, InputsError, LeafStats, share_inputs, weigh_columns
+
+
+_Method = TypeVar("_Method", bound="AbstractMethod")
 
 
 class AbstractMethod(eqx.Module):
@@ -36,8 +39,11 @@ class AbstractMethod(eqx.Module):
         super().__init_subclass__(**kwargs)
         register_export(cls)
 
-    inputs: ClassVar[Any] = None
-    method: ClassVar["AbstractMethod | None"] = None
+    if TYPE_CHECKING:  # a subclass may have fields of these names
+        inputs: Any = eqx.field(init=False)
+        method: Any = eqx.field(init=False)
+    else:
+        inputs = method = None
     statistic: ClassVar[str | None] = None
     # The vector formats that it takes; none if it rounds value by value.
     vector_formats: ClassVar[tuple[type[AbstractFormat], ...]] = (AbstractVectorFormat,)
@@ -76,7 +82,9 @@ class AbstractMethod(eqx.Module):
 
         Without its inputs, as `without_inputs` does, if no product used the leaf.
         """
-        own = self if self.method is None else self._with(method=self.method.for_leaf(path))
+        own, inner = self, self.method
+        if inner is not None and (own_inner := inner.for_leaf(path)) is not inner:
+            own = dataclasses.replace(self, method=own_inner)
         if not isinstance(self.inputs, Mapping):
             return own
         if path not in self.inputs:
@@ -92,14 +100,14 @@ class AbstractMethod(eqx.Module):
                 "Collect them on the same model, or give these another method by a rule with `eqq.QuantConfig`.",
             )
         inputs = self.inputs[path]
-        if is_collected(inputs) and inputs.axis is None:
-            return own.without_inputs()
-        return own._with(inputs=share_inputs(inputs) if is_collected(inputs) else inputs)
+        if isinstance(inputs, LeafStats):
+            return own.without_inputs() if inputs.axis is None else own.with_inputs(share_inputs(inputs))
+        return own.with_inputs(inputs)
 
-    def statistics_for(self, path: str) -> Statistics | None:
+    def statistics_for(self, path: str) -> LeafStats | None:
         """Returns the statistics of one leaf, from this method or from `method`, or `None`."""
         inputs = self.inputs.get(path) if isinstance(self.inputs, Mapping) else None
-        if is_collected(inputs):
+        if isinstance(inputs, LeafStats):
             return inputs
         return None if self.method is None else self.method.statistics_for(path)
 
@@ -112,15 +120,15 @@ class AbstractMethod(eqx.Module):
         """
         if self.method is not None:
             return self.method.without_inputs()
-        return self._with(inputs=None)
+        return self.with_inputs(None)
+
+    def with_inputs(self: _Method, inputs: Inputs) -> _Method:
+        """Returns the method with other statistics."""
+        return self if inputs is self.inputs else dataclasses.replace(self, inputs=inputs)
 
     def lacks_inputs(self) -> bool:
         """Returns whether the method takes statistics, and has none."""
         return any(field.name == "inputs" for field in dataclasses.fields(self)) and self.inputs is None
-
-    def _with(self, **changes: object) -> "AbstractMethod":
-        changes = {name: x for name, x in changes.items() if x is not getattr(self, name)}
-        return dataclasses.replace(self, **changes) if changes else self  # pyright: ignore[reportArgumentType]
 
     def check(self, name: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
         """Raises if the statistics are not for an array, quantized along these axes.

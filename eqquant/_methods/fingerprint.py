@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from .statistics import InputsError, is_collected
+from .statistics import InputsError, LeafStats
 
 
 # The more sums, the better they tell how far two weights are apart: to within 1 / sqrt(2 SUMS) of the distance.
@@ -55,10 +55,9 @@ def check_same_weight(inputs: object, what: str, leaf: str, x: object) -> None:
     Statistics without a fingerprint pass: those made by hand, or after `without_fingerprints`. So do weights without
     values.
     """
-    if not is_collected(inputs) or not isinstance(x, (jax.Array, np.ndarray)) or tuple(inputs.shape) != x.shape:
+    if not isinstance(inputs, LeafStats) or not isinstance(x, (jax.Array, np.ndarray)):
         return
-    known = getattr(inputs, "fingerprint", None)
-    if known is None or (found := fingerprint(x)) is None:
+    if tuple(inputs.shape) != x.shape or (known := inputs.fingerprint) is None or (found := fingerprint(x)) is None:
         return
     distance = np.linalg.norm(found - known) / max(np.linalg.norm(found), np.linalg.norm(known), 1e-30)
     if distance > _FAR:

@@ -1,6 +1,5 @@
 """GPTQ: rounds one column at a time, and corrects its error in what follows."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -94,7 +93,7 @@ class GPTQ(AbstractMethod):
         `ValueError` for other values, or with both `inputs` and `gram`. Quantizing raises `ValueError` if statistics
         are missing, not finite, or of another weight; the message names the leaf.
         """
-        self.inputs = check_gram(inputs, gram, damping)  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.inputs = check_gram(inputs, gram, damping)
         if order not in ("activations", None):
             raise ValueError(f'`order` must be "activations" or None. Got {order!r}.')
         method = AbsMax() if method is None else method
@@ -102,7 +101,7 @@ class GPTQ(AbstractMethod):
             raise TypeError(
                 f"`method` of GPTQ must choose scales alone, such as `eqq.MSE()`. Got {method!r}: GPTQ finds the codes."
             )
-        self.damping, self.order, self.method = float(damping), order, method  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.damping, self.order, self.method = float(damping), order, method
 
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None
@@ -131,7 +130,7 @@ class GPTQ(AbstractMethod):
     ) -> tuple[Scales, ZeroPoints]:
         method, gram = self.method, grams[0]
         if method.choose_weighted is not None and method.inputs is None:
-            method = dataclasses.replace(method, inputs=jnp.diagonal(gram, axis1=-2, axis2=-1))  # pyright: ignore[reportCallIssue]
+            method = method.with_inputs(jnp.diagonal(gram, axis1=-2, axis2=-1))
         scale, zero_point = method.choose_for_rows(rows, format, chunk=chunk)
         # Under `jit` nothing has checked that the Gram matrices are finite. If they are not, scales become NaN.
         nan = sum((jnp.sum(x * 0, axis=(-2, -1)) for x in grams), jnp.zeros(()))

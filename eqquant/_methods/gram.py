@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32
 
 from .._numerics.batching import Index, map_chunks, report_row, vmap_leading
 from .._types import PyTree
-from .statistics import Inputs, statistic
+from .statistics import Inputs, LeafStats, statistic
 
 
 # How many columns are rounded one by one before one product corrects the rest, as the lazy batches of GPTQ.
@@ -25,7 +25,7 @@ def get_gram(inputs: Inputs) -> Float32[Array, "*stack length length"]:
 
 def get_output_gram(inputs: Inputs) -> Float32[Array, "*stack rows rows"] | None:
     """Returns the sum of $d d^T$ over the columns $d$ of gradients, if it was collected."""
-    gram = getattr(inputs, "output_gram", None)
+    gram = inputs.output_gram if isinstance(inputs, LeafStats) else None
     return None if gram is None else jnp.asarray(gram, jnp.float32)
 
 

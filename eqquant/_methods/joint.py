@@ -57,7 +57,7 @@ class JointMSE(AbstractMethod):
     - `inputs`: as for `MSE`.
     """
 
-    inputs: Inputs = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    inputs: Inputs = None
     statistic = "second_moment"
 
     def quantize_rows(

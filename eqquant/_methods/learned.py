@@ -1,7 +1,5 @@
 """Learned rounding: improves codes and scales of another method in turn, on the inputs."""
 
-import dataclasses
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -47,7 +45,7 @@ class LearnedRounding(AbstractMethod):
     """
 
     inputs: Inputs
-    method: AbstractMethod  # pyright: ignore[reportIncompatibleVariableOverride]
+    method: AbstractMethod
     rounds: int = eqx.field(static=True)
     damping: float = eqx.field(static=True)
     statistic = "gram"
@@ -78,10 +76,10 @@ class LearnedRounding(AbstractMethod):
         `ValueError` for other values, or with both `inputs` and `gram`. Quantizing raises `ValueError` if statistics
         are missing, not finite, or of another weight; the message names the leaf.
         """
-        self.inputs = check_gram(inputs, gram, damping)  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.inputs = check_gram(inputs, gram, damping)
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
             raise ValueError(f"`rounds` must be a positive whole number. Got {rounds!r}.")
-        self.method = GPTQ(method=MSE(), damping=damping) if method is None else method  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.method = GPTQ(method=MSE(), damping=damping) if method is None else method
         self.rounds, self.damping = rounds, float(damping)
 
     def quantize_rows(
@@ -92,7 +90,7 @@ class LearnedRounding(AbstractMethod):
         gram, method = get_gram(self.inputs), self.method
         if method.lacks_inputs():
             inputs = gram if method.statistic == "gram" else jnp.diagonal(gram, axis1=-2, axis2=-1)
-            method = dataclasses.replace(method, inputs=inputs)  # pyright: ignore[reportCallIssue]
+            method = method.with_inputs(inputs)
         start = method.quantize_rows(rows, format, chunk=chunk)
         if rows.size == 0:  # nothing to move
             return start

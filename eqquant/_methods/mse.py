@@ -30,7 +30,7 @@ class MSE(AbstractScaleMethod):
         mean squares of its inputs, `(*stack, features)`. `None` if all columns have equal weight.
     """
 
-    inputs: Inputs = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    inputs: Inputs = None
     statistic = "second_moment"
 
     def choose_scales(self, blocks: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:

@@ -7,8 +7,8 @@ from .._formats.base import AbstractFormat
 from .._formats.names import as_format
 from .._methods import AbstractMethod
 from .._methods.names import as_method, MethodLike
+from .._methods.statistics import LeafStats
 from .._types import PyTree
-from .statistics import InputStatistics
 
 
 Axis = int | Sequence[int] | None
@@ -46,7 +46,7 @@ class QuantConfig:
 
     format: AbstractFormat
     method: AbstractMethod | None = None
-    activations: AbstractFormat | Mapping[str, InputStatistics] | None = None
+    activations: AbstractFormat | Mapping[str, LeafStats] | None = None
     axis: Axis = None
 
     def __init__(
@@ -79,7 +79,7 @@ def _as_axis(axis: Axis) -> int | tuple[int, ...] | None:
     return several
 
 
-def as_activations(x: ActivationsLike | None) -> AbstractFormat | Mapping[str, InputStatistics] | None:
+def as_activations(x: ActivationsLike | None) -> AbstractFormat | Mapping[str, LeafStats] | None:
     """Returns a format, or statistics by path, of activations; `None` for floats."""
     if isinstance(x, Mapping) and (not x or any(isinstance(v, (AbstractFormat, str, QuantConfig)) for v in x.values())):
         raise TypeError(

@@ -6,14 +6,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtyping import Array
-
 from .._array.array import is_quantized
 from .._array.checks import check_not_masked, check_quantizable
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._methods.fingerprint import check_same_weight
-from .._methods.statistics import InputsError, Statistics
+from .._methods.statistics import Activations, InputsError, LeafStats
 from .._numerics.axes import as_axes
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
@@ -35,7 +33,6 @@ from .select import (
     widen_rules,
 )
 from .sizes import as_struct, no_smaller_reason
-from .statistics import InputStatistics
 from .weights import convolved_axes, ineligible_reason, input_axis, part_reason, place_reason, use_without_product
 
 
@@ -48,15 +45,7 @@ FormatRules = (
     | Mapping[Pattern, FormatLike | None]
     | Callable[[str, DenseArray], FormatLike | None]
 )
-ActivationsRule = AbstractFormat | Mapping[str, InputStatistics] | None
-
-
-class Activations(NamedTuple):
-    """The format of activations: dynamic without `scale`, static with it."""
-
-    format: AbstractFormat
-    scale: Array | None = None
-    zero_point: Array | None = None
+ActivationsRule = AbstractFormat | Mapping[str, LeafStats] | None
 
 
 class Decision(NamedTuple):
@@ -91,7 +80,7 @@ class _Choice(NamedTuple):
     is_final: bool = False
     sets_activations: bool = False
 
-    def statistics(self, leaf: Leaf) -> Statistics | None:
+    def statistics(self, leaf: Leaf) -> LeafStats | None:
         """Returns the statistics of a leaf, from the method or for activations, or `None`."""
         found = [] if self.method is None else [self.method.statistics_for(path) for path in leaf.paths]
         if isinstance(self.activations, Mapping):
@@ -101,7 +90,7 @@ class _Choice(NamedTuple):
     def role(self, leaf: Leaf) -> str | None:
         """Returns why a leaf is not a weight by its name, or `None`; `None` if a product uses it."""
         stats = self.statistics(leaf)
-        is_multiplied = stats is not None and stats.axis is not None and not getattr(stats, "looked_up", False)
+        is_multiplied = stats is not None and stats.axis is not None and not stats.looked_up
         return None if is_multiplied else role_by_name(leaf)
 
     def axes(self, leaf: Leaf) -> tuple[tuple[int, ...], bool]:
@@ -258,7 +247,7 @@ def _choose_activations(
     return chosen, note
 
 
-def _find_calibrated_activations(leaf: Leaf, stats: Mapping[str, InputStatistics]) -> Activations | None:
+def _find_calibrated_activations(leaf: Leaf, stats: Mapping[str, LeafStats]) -> Activations | None:
     """Returns static activations from statistics of inputs; `None` if no product was observed."""
     found = next((stats[path] for path in leaf.paths if path in stats), None)
     if found is None:
@@ -276,7 +265,7 @@ def _find_calibrated_activations(leaf: Leaf, stats: Mapping[str, InputStatistics
     if found.axis is None or found.looked_up:
         return None
     check_same_weight(found, "`activations`", leaf.path, leaf.value)
-    return Activations(*found.activations())
+    return found.activations()
 
 
 def _make_chooser(

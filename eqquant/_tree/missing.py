@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 
 from .._methods import AbstractMethod
-from .._methods.statistics import InputsError, Statistics
+from .._methods.statistics import InputsError
 from .leaves import abbreviate_list
 
 
@@ -45,10 +45,6 @@ def find_unused_note(method: AbstractMethod, path: str) -> str | None:
     """Returns why a leaf is quantized without statistics, for a plan, or `None`."""
     seen = method.statistics_for(path)
     return seen.note if seen is not None and seen.axis is None else None
-
-
-def is_lookup(seen: Statistics) -> bool:
-    return bool(getattr(seen, "looked_up", False))
 
 
 def _leave_in_float(paths: Iterable[str], quantized: Collection[str]) -> str:

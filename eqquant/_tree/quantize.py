@@ -26,7 +26,7 @@ from .._wrappers.simulated import fake_quantize_array, FakeQuantizedArray
 from .config import ActivationsLike
 from .decide import decide, decide_activations, Decision, FormatRules
 from .leaves import replace_leaves
-from .missing import find_unused_note, is_lookup, join_errors, warn_of_unused
+from .missing import find_unused_note, join_errors, warn_of_unused
 from .placement import current_sharding, move, resolve_shardings, Shardings
 from .progress import show_progress
 from .report import TreeReport
@@ -238,7 +238,7 @@ def _find_methods(decisions: Sequence[Decision], default_method: AbstractMethod)
             methods[n].check_weight(leaf.path, leaf.value)
         except InputsError as e:
             errors[leaf.path] = e
-        if (seen := method.statistics_for(leaf.path)) is not None and seen.axis is None and not is_lookup(seen):
+        if (seen := method.statistics_for(leaf.path)) is not None and seen.axis is None and not seen.looked_up:
             unused[leaf.path] = seen.note
     quantized = [d.leaf.path for d in decisions if d.format is not None]
     if errors:

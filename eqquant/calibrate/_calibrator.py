@@ -166,7 +166,7 @@ class AbstractCalibrator(eqx.Module):
         if is_known_not_finite(low) or is_known_not_finite(high):
             raise ValueError(_not_finite_message(self.name))
         axis = self.axis if isinstance(self.axis, int) else tuple(self.axis)
-        return CalibrationResult(scale, zero_point, low, high, self.format, axis)
+        return CalibrationResult(scale, zero_point, min=low, max=high, format=self.format, axis=axis)
 
     @property
     def _blocks(self) -> Blocks:

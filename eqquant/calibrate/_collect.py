@@ -12,6 +12,7 @@ import numpy as np
 
 from .._array.value import AbstractArrayValue
 from .._methods.fingerprint import fingerprint
+from .._methods.statistics import LeafStats
 from .._quax.quaxify import quaxify
 from .._tree.batches import Apply, as_apply, as_batches
 from .._tree.leaves import abbreviate_list, Leaf
@@ -23,7 +24,7 @@ from ._calibrator import AbstractCalibrator
 from ._gradients import Gradients
 from ._observers import ObservedFunction, Sums, WeightObserver
 from ._result import CalibrationResult
-from ._stats import ActivationStats, LeafStats
+from ._stats import ActivationStats
 
 
 Observers: TypeAlias = Sequence[tuple[Leaf, WeightObserver]]

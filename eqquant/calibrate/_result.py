@@ -13,9 +13,10 @@ from .._array.array import QuantizedArray
 from .._array.quantize import quantize
 from .._formats.base import AbstractFormat, has_offsets
 from .._methods import AbsMax
+from .._methods.statistics import AbstractRange
 
 
-class CalibrationResult(eqx.Module):
+class CalibrationResult(AbstractRange):
     r"""A range of values, and the scales and zero points that a format chooses for it.
 
     The format would choose the same scales for data with this range. The range always includes zero; if it is only

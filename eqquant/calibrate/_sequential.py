@@ -18,7 +18,7 @@ from .._array.checks import check_dtype
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._methods.names import as_method
-from .._methods.statistics import InputsError, share_inputs
+from .._methods.statistics import InputsError, LeafStats, PER_LAYER, share_inputs
 from .._numerics.axes import logical_order, memory_order
 from .._tree.batches import Apply, as_apply, as_batches
 from .._tree.decide import decide, Decision, FormatRules
@@ -32,7 +32,6 @@ from .._wrappers.activation import ActivationQuantizedArray, with_weight
 from ._collect import explain_unseen, is_weight, make_stats, multiply_mapped, observe_batches
 from ._dataflow import find_places, Place
 from ._observers import ObservedFunction, WeightObserver
-from ._stats import LeafStats, PER_LAYER
 
 
 # The damping of a Gram matrix, relative to the mean of its diagonal.
@@ -349,7 +348,7 @@ def _prepare_methods(state: _State, runner: _StageRunner, default: AbstractMetho
 def _add_statistics(method: AbstractMethod, leaf: Leaf, observer: WeightObserver) -> AbstractMethod:
     if not method.lacks_inputs() or not observer.active:
         return method
-    return dataclasses.replace(method, inputs=share_inputs(make_stats(leaf, observer)))  # pyright: ignore[reportCallIssue]
+    return method.with_inputs(share_inputs(make_stats(leaf, observer)))
 
 
 def _select_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
@@ -358,8 +357,7 @@ def _select_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
     if not isinstance(stats, LeafStats):
         return method
     arrays = {name: np.asarray(value[layer]) for name in PER_LAYER if (value := getattr(stats, name)) is not None}
-    stats = dataclasses.replace(stats, shape=stats.shape[1:], **arrays)
-    return dataclasses.replace(method, inputs=stats)  # pyright: ignore[reportCallIssue]
+    return method.with_inputs(dataclasses.replace(stats, shape=stats.shape[1:], **arrays))
 
 
 def _describe_stage(stage: _Stage, decisions: Sequence[Decision]) -> str:

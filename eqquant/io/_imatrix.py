@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from .._methods.statistics import is_collected
+from .._methods.statistics import LeafStats
 from ._atomic import replace
 from ._gguf import Cursor, MAGIC, read
 from ._tensors import MappedFile, NewTensor, StoredTensor
@@ -73,9 +73,9 @@ def write_imatrix(path: Path, inputs: Mapping[str, object], metadata: Mapping[st
     """
     tensors: list[NewTensor] = []
     for name, x in inputs.items():
-        if is_collected(x) and (x.axis is None or x.second_moment is None):
+        if isinstance(x, LeafStats) and (x.axis is None or x.second_moment is None):
             continue
-        given = x.second_moment if is_collected(x) else x
+        given = x.second_moment if isinstance(x, LeafStats) else x
         if not isinstance(given, np.ndarray | jax.Array) or given.ndim not in (1, 2) or not given.size:
             raise TypeError(
                 f"{name!r} must have mean squares of its inputs: (features,) or (experts, features). Got "

@@ -18,12 +18,11 @@ from .._formats.names import as_format
 from .._methods import AbstractMethod, AbstractScaleMethod
 from .._methods.fingerprint import check_same_weight
 from .._methods.names import as_method
-from .._methods.statistics import check_statistic, InputsError
+from .._methods.statistics import check_statistic, InputsError, LeafStats
 from .._tree.batches import Apply
 from .._tree.leaves import DenseArray
 from .._tree.missing import join_errors, warn_of_unused
 from .._tree.select import show_refusals, Where
-from .._tree.statistics import InputStatistics
 from .._types import PyTree
 from .._wrappers.scaled import ScaledArray
 from ._change import change_model, divide_outputs, FoldChanges, multiply_inputs, select_weights
@@ -43,12 +42,12 @@ class AbstractSmoothing(eqx.Module):
     - `statistics`: the names of the statistics that it reads, so that they are checked.
     """
 
-    inputs: eqx.AbstractVar[Mapping[str, InputStatistics]]
+    inputs: eqx.AbstractVar[Mapping[str, LeafStats]]
     statistics: eqx.AbstractClassVar[tuple[str, ...]]
 
     @abc.abstractmethod
     def choose(
-        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: InputStatistics, pool: Pool
+        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: LeafStats, pool: Pool
     ) -> Float32[Array, "*stack inputs"]:
         """Returns the factors of weights that share their inputs.
 
@@ -85,11 +84,11 @@ class SmoothQuant(AbstractSmoothing):
         [SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models](https://arxiv.org/abs/2211.10438)
     """
 
-    inputs: Mapping[str, InputStatistics]
+    inputs: Mapping[str, LeafStats]
     alpha: float = eqx.field(static=True)
     statistics = ("min", "max")
 
-    def __init__(self, inputs: Mapping[str, InputStatistics], alpha: float | int = 0.5) -> None:
+    def __init__(self, inputs: Mapping[str, LeafStats], alpha: float | int = 0.5) -> None:
         """**Arguments:**
 
         - `inputs`: the statistics that [`eqquant.calibrate.collect_stats`][] returned.
@@ -104,7 +103,7 @@ class SmoothQuant(AbstractSmoothing):
         self.inputs, self.alpha = inputs, float(alpha)
 
     def choose(
-        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: InputStatistics, pool: Pool
+        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: LeafStats, pool: Pool
     ) -> Float32[Array, "*stack inputs"]:
         x_amax = pool(jnp.maximum(*(jnp.abs(jnp.asarray(x, jnp.float32)) for x in (stats.min, stats.max))), jnp.max)
         w_amax = pool(ft.reduce(jnp.maximum, [jnp.max(jnp.abs(w), axis=-2) for w in weights]), jnp.max)
@@ -136,7 +135,7 @@ class AWQ(AbstractSmoothing):
         [AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration](https://arxiv.org/abs/2306.00978)
     """
 
-    inputs: Mapping[str, InputStatistics]
+    inputs: Mapping[str, LeafStats]
     format: AbstractFormat
     method: AbstractScaleMethod
     grid: int = eqx.field(static=True)
@@ -144,7 +143,7 @@ class AWQ(AbstractSmoothing):
 
     def __init__(
         self,
-        inputs: Mapping[str, InputStatistics],
+        inputs: Mapping[str, LeafStats],
         format: AbstractFormat | str = "int4",
         *,
         method: AbstractMethod | None = None,
@@ -176,7 +175,7 @@ class AWQ(AbstractSmoothing):
         return np.linspace(0, 1, self.grid, dtype=np.float32)
 
     def choose(
-        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: InputStatistics, pool: Pool
+        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: LeafStats, pool: Pool
     ) -> Float32[Array, "*stack inputs"]:
         mean_abs = pool(jnp.asarray(stats.mean_abs, jnp.float32), jnp.mean)
         gram = jnp.asarray(stats.gram, jnp.float32)
@@ -291,10 +290,13 @@ def smooth(
             "`eqq.transforms.AWQ(stats)`."
         )
     selections, weights = select_weights(model, where, axis)
+    leaves = enumerate(weights.leaves)
+    seen = {n: stats for n, leaf in leaves if isinstance(stats := method.inputs.get(leaf.path), LeafStats)}
     if axis is None:
-        weights = _use_observed_axes(weights, method.inputs)
+        weights = _use_observed_axes(weights, seen)
     axes = weights.axes
-    unused = _unused_weights(method.inputs, weights)
+    # The note of each weight that no product used; "" for embeddings.
+    unused = {n: "" if x.looked_up else x.note for n, x in seen.items() if x.looked_up or x.axis is None}
     chosen = {n for n, (_, reason) in enumerate(selections) if reason is None}.difference(unused)
     # All consumers of a channel must change with it, so a pair with an unselected weight is left alone.
     folds = [f for f in find_folds(fold or {}, weights) if chosen.issuperset(f.consumers)]
@@ -327,18 +329,10 @@ def _scale_online(x: DenseArray, *, factor: Array, axis: int) -> ScaledArray:
     return ScaledArray(scaled, scale=(1 / factor).astype(x.dtype), axis=axis)
 
 
-def _use_observed_axes(weights: Weights, stats: Mapping[str, InputStatistics]) -> Weights:
+def _use_observed_axes(weights: Weights, seen: Mapping[int, LeafStats]) -> Weights:
     """Returns the weights with their observed input axes: a model may have both orders."""
-    seen = {n: stats[weights.leaves[n].path].axis for n in weights.axes if weights.leaves[n].path in stats}
-    return weights._replace(axes={n: seen[n] if seen.get(n) in (-1, -2) else axis for n, axis in weights.axes.items()})
-
-
-def _unused_weights(stats: Mapping[str, InputStatistics], weights: Weights) -> dict[int, str]:
-    """Returns the note of each weight that no product used, by index; "" for embeddings."""
-    observed = {n: stats[leaf.path] for n, leaf in enumerate(weights.leaves) if leaf.path in stats}
-    lookup = {n for n, seen in observed.items() if getattr(seen, "looked_up", False)}
-    unused = {n: seen.note for n, seen in observed.items() if getattr(seen, "axis", -1) is None and n not in lookup}
-    return {**dict.fromkeys(lookup, ""), **unused}
+    observed = {n: stats.axis for n, stats in seen.items() if n in weights.axes and stats.axis in (-1, -2)}
+    return weights._replace(axes={**weights.axes, **observed})
 
 
 def _check_statistics(method: AbstractSmoothing, weights: Weights, indices: Sequence[int]) -> None:
@@ -347,7 +341,7 @@ def _check_statistics(method: AbstractSmoothing, weights: Weights, indices: Sequ
     for n in indices:
         leaf = weights.leaves[n]
         try:
-            if leaf.path not in method.inputs:
+            if not isinstance(method.inputs.get(leaf.path), LeafStats):
                 raise InputsError(
                     f"`inputs` of {name} must hold statistics of every weight that gets factors",
                     f"none for {leaf.path}",

@@ -6,10 +6,10 @@
 A session runs on the Python that started nox, unless its name or its purpose needs another.
 """
 
-import datetime
 import os
 import re
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,10 +85,19 @@ def shared_programs(session: nox.Session) -> dict[str, str]:
 
 
 def pytest(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
-    """Runs pytest on all cores."""
+    """Runs pytest on all cores, and names the slowest tests."""
     workers = str(min(os.cpu_count() or 1, 8))
     env = {"JAX_PLATFORMS": "cpu", **shared_programs(session), **(env or {})}
-    session.run("pytest", "-n", workers, "--dist", "worksteal", *args, *session.posargs, env=env)
+    options = ("-n", workers, "--dist", "worksteal", "--durations", "10")
+    session.run("pytest", *options, *args, *session.posargs, env=env)
+
+
+def choose_seed() -> str:
+    """A number that the commit chooses, so that a failure repeats; the first one without git."""
+    if shutil.which("git") is None:
+        return "0"
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return str(int(done.stdout[:7] or "0", 16))
 
 
 @nox.session
@@ -101,19 +110,29 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Runs one in five cases of each test, as the date chooses, on the newest versions. `-- --every 1` runs all."""
+    """Runs one in five cases, as the commit chooses, on the newest versions. `-- --every 1` runs all but slow ones."""
     install(session, "tests", "ecosystem", "examples", weights=True)
     pytest(session, "--every", "5")
 
 
 @nox.session(python=OLDEST_PYTHON)
 def tests_oldest(session: nox.Session) -> None:
-    """Runs the tests on the oldest supported versions: one in twenty cases of each."""
+    """Runs one in twenty cases on the oldest supported versions, and then tests of the native kernels there."""
     install(session, "tests", "examples", oldest=True, weights=True)
     # These are about bytes, sentences and sums on the host, hardly about versions of JAX. `nox -s sweep` runs all.
     files = ("test_cli", "test_convert", "test_hostile_files", "test_writers", "test_load_into")
     files += ("test_analysis", "test_analysis_models", "test_pages", "test_packing")
     pytest(session, "--every", "20", "-m", "not slow", *(f"--ignore=tests/{name}.py" for name in files))
+    install_native(session, required=True)
+    test_native(session, whole=False)
+
+
+@nox.session
+def native(session: nox.Session) -> None:
+    """Builds the native kernels and tests them on every instruction set of this machine."""
+    install(session, "tests")
+    install_native(session, required=True)
+    test_native(session, whole=True)
 
 
 def test_native(session: nox.Session, *, whole: bool) -> None:
@@ -138,45 +157,42 @@ def test_native(session: nox.Session, *, whole: bool) -> None:
 
 
 @nox.session
-def native(session: nox.Session) -> None:
-    """Builds the native kernels and tests them on every instruction set of this machine, on the newest JAX."""
-    install(session, "tests")
-    install_native(session, required=True)
-    test_native(session, whole=True)
+def fuzz(session: nox.Session) -> None:
+    """Tests and fuzzes the native kernels in C++, under sanitizers and with AMX emulated: `-- 100000` problems.
 
-
-@nox.session(python=OLDEST_PYTHON)
-def native_oldest(session: nox.Session) -> None:
-    """Tests the native kernels on the oldest JAX."""
-    install(session, "tests", oldest=True)
-    install_native(session, required=True)
-    test_native(session, whole=False)
-
-
-@nox.session
-def native_sanitized(session: nox.Session) -> None:
-    """Tests and fuzzes the native kernels, AMX emulated, under sanitizers: `-- 100000`."""
+    `-- grid` runs them at every pair of two lengths at which they change, `-- grid 500` at some. `-- arm` builds them
+    for aarch64, and tests and fuzzes them under an emulator.
+    """
+    kind, *numbers = session.posargs if session.posargs[:1] in (["grid"], ["arm"]) else ("", *session.posargs)
+    seed, compiler, emulator = choose_seed(), "aarch64-linux-gnu-g++", "qemu-aarch64-static"
+    if kind == "arm" and (missing := [program for program in (compiler, emulator) if shutil.which(program) is None]):
+        remedy = "`apt-get install g++-aarch64-linux-gnu qemu-user-static` installs both on Debian and Ubuntu"
+        session.error(f"Not found: {', '.join(missing)}. {remedy}.")
+    options, runs = {
+        "": (
+            ("-DEQQUANT_SANITIZE=ON", "-DEQQUANT_EMULATE=ON"),
+            (
+                ("fuzz", "grid", "600", seed),
+                ("unit",),
+                ("fuzz", *(numbers or ["800"]), *([] if numbers[1:] else [seed])),
+            ),
+        ),
+        "grid": (("-DEQQUANT_EMULATE=ON",), (("fuzz", "grid", *(numbers or ("0",))),)),
+        "arm": (
+            ("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}")
+            + ("-DCMAKE_EXE_LINKER_FLAGS=-static",),  # so that the emulator needs no libraries of the other machine
+            (("unit",), ("fuzz", *(numbers or ("1000",)))),
+        ),
+    }[kind]
     session.install("cmake", "ninja")
     build = session.create_tmp()
-    options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_SANITIZE=ON", "-DEQQUANT_EMULATE=ON"]
+    options = ("-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", *options)
     session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *options)
     session.run("cmake", "--build", build, "--target", "unit", "fuzz")
-    seed = str(datetime.datetime.now(datetime.UTC).date().toordinal())  # other cells and problems every day
-    runs = (["fuzz", "grid", "600", seed], ["unit"], ["fuzz", *(session.posargs or ["800", seed])])
-    run = lambda args: session.run(str(Path(build) / args[0]), *args[1:], external=True)
+    emulated = (emulator,) if kind == "arm" else ()
+    run = lambda words: session.run(*emulated, str(Path(build) / words[0]), *words[1:], external=True)
     with ThreadPoolExecutor(2) as pool:  # each keeps one core busy
         list(pool.map(run, runs))
-
-
-@nox.session
-def grid(session: nox.Session) -> None:
-    """Runs the native kernels at every pair of two lengths of a product at which they change: `-- 500` for a sample."""
-    session.install("cmake", "ninja")
-    build = session.create_tmp()
-    options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DEQQUANT_EMULATE=ON"]
-    session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *options)
-    session.run("cmake", "--build", build, "--target", "fuzz")
-    session.run(str(Path(build) / "fuzz"), "grid", *(session.posargs or ["0"]), external=True)
 
 
 @nox.session(python=OLDEST_PYTHON)
@@ -186,28 +202,9 @@ def mutation(session: nox.Session) -> None:
     install_native(session, required=True)
     session.install("cmake", "ninja")
     build = session.create_tmp()
-    day = ("--seed", str(datetime.datetime.now(datetime.UTC).date().toordinal()))  # another sample every day
-    options = session.posargs or [*day, "--minutes", "60"]
+    options = session.posargs or ["--seed", choose_seed(), "--minutes", "60"]
     session.run("python", "-m", "tools.mutate_native", build, *options)
     session.run("python", "-m", "tools.mutate_python", build, *options)
-
-
-@nox.session
-def native_arm(session: nox.Session) -> None:
-    """Builds the native kernels for aarch64, and tests and fuzzes them under an emulator: `-- 10000` problems."""
-    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-    if missing := [program for program in (compiler, emulator) if shutil.which(program) is None]:
-        remedy = "`apt-get install g++-aarch64-linux-gnu qemu-user-static` installs both on Debian and Ubuntu"
-        session.error(f"Not found: {', '.join(missing)}. {remedy}.")
-    session.install("cmake", "ninja")
-    build = session.create_tmp()
-    machine = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}"]
-    # Linked statically, so that the emulator needs no libraries of the other machine.
-    options = ["-DEQQUANT_TESTS=ON", "-DEQQUANT_LIBRARY=OFF", "-DCMAKE_EXE_LINKER_FLAGS=-static"]
-    session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *machine, *options)
-    session.run("cmake", "--build", build, "--target", "unit", "fuzz")
-    session.run(emulator, str(Path(build) / "unit"), external=True)
-    session.run(emulator, str(Path(build) / "fuzz"), *(session.posargs or ["1000"]), external=True)
 
 
 @nox.session
@@ -276,34 +273,33 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python=OLDEST_PYTHON)
 def docs(session: nox.Session) -> None:
-    """Builds the documentation, strictly, and checks the figures in it that a script prints."""
+    """Builds the documentation, strictly, and checks the figures in it that a script prints.
+
+    `-- serve` shows it in a browser instead, and builds pages anew as you write them. `-- browse` looks at every page
+    in Chromium too, narrow and wide, light and dark: `-- browse --screenshots FOLDER`.
+    """
     install(session, "docs")
+    if session.posargs[:1] == ["serve"]:
+        session.run("zensical", *session.posargs, env=SITE)
+        return
     session.run("python", "docs/format_table.py", "--check")
     session.run("python", "docs/scaling.py", "--check", env={"JAX_PLATFORMS": "cpu"})
     session.run("zensical", "build", "--strict", "--clean", env=SITE)
     session.run("python", "docs/tools/check_site.py", "site")
-
-
-@nox.session(python=OLDEST_PYTHON)
-def write(session: nox.Session) -> None:
-    """Shows the documentation in a browser, and builds pages anew as you write them."""
-    install(session, "docs")
-    session.run("zensical", "serve", *session.posargs, env=SITE)
-
-
-@nox.session(python=OLDEST_PYTHON)
-def browse(session: nox.Session) -> None:
-    """Looks at every page that `docs` built in Chromium, narrow and wide, light and dark: `-- --screenshots FOLDER`."""
-    session.install("playwright>=1.50")
-    if not shutil.which("chromium"):
-        session.run("playwright", "install", "--with-deps", "chromium")
-    session.run("python", "docs/tools/browse.py", "site", *session.posargs)
+    if session.posargs[:1] == ["browse"]:
+        session.install("playwright>=1.50")
+        if not shutil.which("chromium"):
+            session.run("playwright", "install", "--with-deps", "chromium")
+        session.run("python", "docs/tools/browse.py", "site", *session.posargs[1:])
 
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Runs every example and notebook in its small size."""
+    """Runs every example and notebook in its small size. `-- --write tour` stores what a whole notebook shows."""
     install(session, "examples", weights=True)
+    if session.posargs:
+        session.run("python", "-m", "tools.notebooks", *session.posargs, env={"JAX_PLATFORMS": "cpu"})
+        return
     for name in EXAMPLES:
         session.run("python", str(Path("examples") / name), "--smoke", env=shared_programs(session))
     session.run("python", "-m", "tools.notebooks", env={"EQQUANT_SMOKE": "1", **shared_programs(session)})
@@ -311,34 +307,13 @@ def examples(session: nox.Session) -> None:
 
 
 @nox.session
-def notebooks(session: nox.Session) -> None:
-    """Executes the notebooks in full and stores what they show: `-- tour` for one."""
-    install(session, "examples", weights=True)
-    session.run("python", "-m", "tools.notebooks", "--write", *session.posargs, env={"JAX_PLATFORMS": "cpu"})
-
-
-@nox.session
-def bench(session: nox.Session) -> None:
-    """Prints the timings of this machine."""
-    install(session, "examples")
-    session.run("python", "benchmarks/cpu.py", *session.posargs)
-
-
-@nox.session
-def aot_gpu(session: nox.Session) -> None:
-    """Compiles the kernels for an H100, without one, and prints registers and spills: `-- --all` formats."""
+def aot(session: nox.Session) -> None:
+    """Compiles the kernels for an H100 and for TPU v5e, v6e and v7x, without one: `-- --formats nf4` for some."""
     install(session, "tests")
-    session.install(*AOT_JAX, "absl-py")
+    session.install(*AOT_JAX, TPU_COMPILER, "absl-py")
     # Only the compiler: neither a driver nor NVIDIA's libraries are needed for that.
     session.install("--no-deps", *CUDA_COMPILER)
     session.run("python", "-m", "tools.aot_gpu", *session.posargs)
-
-
-@nox.session
-def aot_tpu(session: nox.Session) -> None:
-    """Compiles the kernels for TPU v5e, v6e and v7x, without one, and prints the memory that they need."""
-    install(session, "tests")
-    session.install(*AOT_JAX, TPU_COMPILER)
     session.run("python", "-m", "tools.aot_tpu", *session.posargs)
 
 

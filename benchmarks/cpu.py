@@ -1,4 +1,4 @@
-"""What quantization costs and saves in time, on this machine: `nox -s bench`.
+"""What quantization costs and saves in time, on this machine.
 
 Every table is measured in one run: the variants take turns within each round, and a ratio is the median of the rounds'
 ratios. Figures below 1 are faster than float32.

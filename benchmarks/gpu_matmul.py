@@ -331,7 +331,7 @@ def main() -> None:
     parser.add_argument("--skip-check", action="store_true")
     arguments = parser.parse_args()
     if not arguments.smoke and jax.default_backend() != "gpu":
-        sys.exit("There is no GPU. Run with --smoke to see whether the script works, or `nox -s aot_gpu`.")
+        sys.exit("There is no GPU. Run with --smoke to see whether the script works, or `nox -s aot`.")
     options = MeasureOptions(arguments.smoke, 2 if arguments.smoke else arguments.rounds)
     formats = {name: FORMATS[name] for name in arguments.formats or FORMATS}
     device = jax.devices()[0].device_kind

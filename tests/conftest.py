@@ -1,13 +1,11 @@
-import collections
 import ctypes
-import datetime
 import gc
+import hashlib
 import itertools as it
 import os
 import random
 import sys
 import traceback
-import zlib
 from pathlib import Path
 
 import jax
@@ -15,6 +13,8 @@ import jax.random as jr
 import jaxlib.version
 import jaxtyping
 import pytest
+
+from tools import changed_tests
 
 from . import annotations  # noqa: F401, whose checks `--jaxtyping-packages` names
 
@@ -35,34 +35,45 @@ if jaxlib.version.__version_info__ < (0, 11):
 
 COMPILED = pytest.StashKey[list]()
 OPTIMIZED = pytest.StashKey[bool]()
+NOTE = pytest.StashKey[str]()
 TESTS = it.count()
+
+# How many cases of what changed run: so many, where a long one counts as several.
+ROOM, LONG = 1500, 10
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--every", type=int, default=1, metavar="N", help="run one in N cases of each test, and of slow ones one in 2 N"
+        "--every", type=int, default=1, metavar="N", help="run one in N cases, and of slow ones one in 2 N"
     )
-    help = "which of each N cases to run; without it the date chooses, so that 2 N days in a row run all cases"
-    parser.addoption("--offset", type=int, metavar="K", help=help)
+    parser.addoption("--seed", metavar="WORD", help="which of each N; without it the commit chooses")
+    help = f"run all cases of these files, separated by commas, or one in so many that {ROOM} run; slow ones as others"
+    parser.addoption("--whole", default="", metavar="NAMES", help=help)
 
 
 def pytest_configure(config):
-    if config.option.offset is None:  # processes of pytest-xdist get the option from the process that starts them
-        config.option.offset = datetime.datetime.now(datetime.UTC).date().toordinal() % (2 * config.option.every)
+    if config.option.seed is None:  # processes of pytest-xdist get the option from the process that starts them
+        config.option.seed = changed_tests.git("rev-parse", "--short=12", "HEAD").strip() or "0"
 
 
 def pytest_report_header(config):
-    every, offset = config.option.every, config.option.offset
-    return None if every == 1 else f"one in {every} cases of each test: --every {every} --offset {offset} repeats them"
+    whole = f" --whole {config.option.whole}" if config.option.whole else ""
+    return f"the same cases again: --every {config.option.every} --seed {config.option.seed}{whole}"
 
 
-def sample(name, cases, every, offset, runs=1):
-    """One in `every` cases; of fewer cases, one in each run, or in so many runs. All offsets together choose each case.
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["note"] = session.config.stash.get(NOTE, "")
 
-    Tests start at different cases, so that no day tries one format or one setting alone.
-    """
-    period = min(every, max(len(cases), runs))
-    return cases[(offset + zlib.crc32(name.encode())) % period :: every]
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[NOTE] = getattr(node, "workeroutput", {}).get("note", "")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if note := config.stash.get(NOTE, ""):
+        terminalreporter.line(note)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,30 +111,38 @@ def pytest_collection_modifyitems(config, items):
 
 
 def keep_sample(config, items):
-    """Keeps one in `--every` cases of each test; of slow cases one in twice as many.
-
-    A test of fewer cases runs one each time, unless it is `long`: then one in `--every` runs; or `daily`: then all.
-    """
-    every, offset = config.option.every, config.option.offset
-    tests, kept = collections.defaultdict(list), set()
-    for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if every > 1 and "nightly" in marks:
-            continue
-        if "daily" in marks and "slow" not in marks:
-            kept.add(item)
-            continue
-        tests[item.nodeid.partition("[")[0], "slow" in marks, "long" in marks].append(item)
-    for (name, slow, long), cases in tests.items():
-        if every == 1:
-            kept.update(cases if config.option.markexpr or not slow else [])
-        elif slow:
-            kept.update(sample(name, cases, 2 * every, offset, runs=2 * every))
-        else:
-            kept.update(sample(name, cases, every, offset, runs=every if long else 1))
-    if left_out := [item for item in items if item not in kept]:
+    """Keeps the cases that `--every`, `--seed` and `--whole` choose. Without `--every`, all but slow ones."""
+    every, seed, whole = config.option.every, config.option.seed, config.option.whole
+    marks = {item.nodeid: {mark.name for mark in item.iter_markers()} & {"slow", "long"} for item in items}
+    if every > 1:
+        chosen, config.stash[NOTE] = sample(marks, every, seed, whole.split(","))
+    else:
+        chosen = {case for case, mark in marks.items() if config.option.markexpr or "slow" not in mark}
+    if left_out := [item for item in items if item.nodeid not in chosen]:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item in kept]
+        items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def sample(marks, every, seed, whole=()):
+    """The cases of the keys of `marks` that run, and a note where the files that should run whole have too many.
+
+    A hash of seed and case is a fraction, and that below `1 / every` runs: so no number of cases matters. Of each test
+    with quick cases the lowest one runs always. Slow cases count half, and run in no sample if they are long too.
+    """
+    changed = [
+        case for case, mark in marks.items() if Path(case.partition("::")[0]).stem in whole and "slow" not in mark
+    ]
+    cost = sum(LONG if marks[case] else 1 for case in changed)
+    part = min(every, max(1, -(-cost // ROOM)))
+    periods = {case: 2 * every if "slow" in mark else every for case, mark in marks.items()} | dict.fromkeys(
+        changed, part
+    )
+    hashes = {case: hashlib.blake2b(f"{seed} {case}".encode(), digest_size=8).digest() for case in marks}
+    chosen = {case for case in marks if int.from_bytes(hashes[case]) * periods[case] < 2**64 and len(marks[case]) < 2}
+    quick = sorted((case for case in marks if not marks[case]), key=hashes.get, reverse=True)
+    chosen.update({case.partition("[")[0]: case for case in quick}.values())
+    note = f"What changed has {len(changed)} cases in {len(whole)} files, too many to run whole: one in {part} ran."
+    return chosen, note if part > 1 else ""
 
 
 @pytest.fixture

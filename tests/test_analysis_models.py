@@ -274,7 +274,6 @@ ROLES = {
 }
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize("wanted", ROLES.values(), ids=ROLES)
 def test_roles(wanted):
     assert estimate_role_factors(wanted) == wanted

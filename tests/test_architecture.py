@@ -92,6 +92,25 @@ def each_module(find):
     return test
 
 
+def each_name(names):
+    """A test that a check passes for each of the names: one case, so that all of them run in each sample."""
+
+    def decorate(check):
+        @ft.wraps(check)
+        def test():
+            for name in names:
+                try:
+                    check(name)
+                except AssertionError as error:
+                    error.add_note(name)
+                    raise
+
+        del test.__wrapped__  # pytest would look for a fixture `name`
+        return test
+
+    return decorate
+
+
 # Modules
 
 
@@ -200,41 +219,6 @@ def test_a_class_name_stands_in_one_module():
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED_CLASS_NAMES} == {}
 
 
-def identifiers(path):
-    """The names that a file defines: variables, arguments, functions, classes, attributes and fields."""
-    for node in parse_nodes(path):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-
-
-@pytest.mark.long
-def test_no_name_begins_with_of():
-    """A name says what it holds: `x_axes`, not the axes "of x"."""
-    folders = ("eqquant", "eqquant_cli", "benchmarks", "examples", "tests", "tools")
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    found = {f"{path.name}: {name}" for path in paths for name in identifiers(path) if re.match(r"_?of_[a-z]", name)}
-    assert found == set()
-
-
-# Words that once stood for others: a cotangent, indices, the traced body of a loop.
-OLD_WORDS = {"dy", "numbers", "_Program"}
-ENDS_IN_OF = {"value_of", "_value_of", "gradient_of"}  # read with their argument
-
-
-@each_module
-def test_no_old_word(path):
-    """A function is a verb, `find_axes`, not the axes "of" its argument; an entry has an index, a set a count."""
-    nodes = [n for n in parse_nodes(path) if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.arg | ast.Name)]
-    names = {getattr(n, "name", None) or getattr(n, "arg", None) or getattr(n, "id", "") for n in nodes}
-    return {name for name in names if re.search(r"[a-z]_of$", name)} - ENDS_IN_OF | names & OLD_WORDS
-
-
 @each_module
 def test_the_first_line_of_a_docstring_is_short(path):
     """One sentence under 90 characters, then a blank line: an editor shows nothing more."""
@@ -323,7 +307,7 @@ def check_docstring(doc, arguments):
     assert section[0] == "" and all(not line or line.startswith(("- `", "    ")) for line in section)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@each_name(PUBLIC)
 def test_docstring_in_the_source(name):
     package, _, last = name.rpartition(".")
     _, node = find_definition(package, last)
@@ -352,7 +336,7 @@ def test_docstrings_are_literal(path):
     return [t.lineno for t in targets if isinstance(t, ast.Attribute) and t.attr == "__doc__"]
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@each_name(PUBLIC)
 def test_documented(name):
     assert f"::: eqquant.{name}" in REFERENCE
     value = operator.attrgetter(name)(eqq)

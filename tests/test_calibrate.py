@@ -445,7 +445,7 @@ def test_errors_of_ranges_are_integrals():
 
 
 def test_extremes_of_blocks():
-    """Of every kind of block, each day."""
+    """Of every kind of block."""
     x = np.random.default_rng(0).standard_normal((2, 3, 6, 10), np.float32)
     blocks = {by: make_blocks(*args) for by, args in BY.items()}
     found = jax.jit(lambda x: {by: find_extremes(x, b) for by, b in blocks.items()})(x)

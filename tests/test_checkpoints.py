@@ -20,8 +20,6 @@ from eqquant.io._tensors import NewTensor
 from .helpers import assert_same, outputs, weights
 
 
-pytestmark = pytest.mark.daily  # each layout has lines of its own, and takes some hundredths of a second
-
 GOLDEN = Path(__file__).parent / "golden"
 VECTORS = json.loads((GOLDEN / "oracle_vectors.json").read_text())
 floats = lambda text: np.frombuffer(bytes.fromhex(text), "<f4")

@@ -43,9 +43,7 @@ SHAPES = [((2, 3, 70), 1), ((6, 128), -1), ((128, 6), 0), ((4, 3, 3, 3), (-3, -2
 
 
 @pytest.fixture(autouse=True)
-def _setting(setting, request):
-    if setting == "no_jit" and request.node.get_closest_marker("needs_jit"):
-        pytest.skip("about compiled programs")
+def _setting(setting):
     with SETTINGS.get(setting, contextlib.nullcontext)():
         yield
 
@@ -232,8 +230,9 @@ def test_scan_carry_and_cond(row, q):
     assert_same(jax.lax.cond(True, lambda: q, lambda: other), q)
 
 
-@pytest.mark.needs_jit
-def test_equal_formats_do_not_recompile(row, getkey):
+def test_equal_formats_do_not_recompile(row, setting, getkey):
+    if setting == "no_jit":
+        pytest.skip("about compiled programs")
     compiles = []
 
     @jax.jit
@@ -316,9 +315,10 @@ def test_matmul_both_sides(name, row, getkey, axis):
         assert "quantized_matmul" in primitives(lambda q, y: y @ q.T, q, y)
 
 
-@pytest.mark.needs_jit
-def test_no_transfers(row, getkey):
+def test_no_transfers(row, setting, getkey):
     """To quantize, to dequantize, to multiply and all that is compiled moves no values between host and device."""
+    if setting == "no_jit":
+        pytest.skip("about compiled programs")
     w, x, ids = weights(getkey(), (6, 200)), weights(getkey(), (3, 200)), jnp.array([0, 5])
     has_vectors = isinstance(row.format, AbstractVectorFormat)  # without a code for each value
     unpack = (lambda q: q.dequantize()) if has_vectors else eqq.unpack

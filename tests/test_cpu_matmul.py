@@ -377,7 +377,7 @@ def test_no_dense_weight(getkey):
 
 
 @needs_native
-@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=(pytest.mark.slow, pytest.mark.nightly))])
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=(pytest.mark.slow, pytest.mark.long))])
 def test_threads_at_once(getkey, seconds):
     """Products that share XLA's threads, called from eight threads, on four devices, small and large."""
     q = eqq.quantize(weights(getkey(), (600, 900)), "nf4")

@@ -13,9 +13,6 @@ from .test_checkpoints import FP4, small_bnb, write_torchao
 from .test_declared_layouts import write_typed
 
 
-pytestmark = pytest.mark.daily  # each case is a check of its own, and takes some hundredths of a second
-
-
 def make_typed(kind, value, dtype):
     """A function of a shape that returns a tensor of one value, and the name of its type."""
     return lambda *shape: (kind, np.full(shape, value, dtype))

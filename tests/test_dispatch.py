@@ -124,7 +124,7 @@ def test_shard_map(kernel, getkey):
     x = weights(getkey(), (4, K)) / 30
     in_specs, out_specs = (P("model"), P("data")), P("data", "model")
 
-    # Pallas' interpreter forgets along which axes scratch memory varies. `nox -s aot_tpu` compiles one with the check.
+    # Pallas' interpreter forgets along which axes scratch memory varies. `nox -s aot` compiles one with the check.
     shard = ft.partial(jax.shard_map, mesh=mesh, in_specs=in_specs, check_vma=kernel != "pallas_tpu")
     f = shard(lambda q, x: product(kernel)(x, q.T), out_specs=out_specs)
 

@@ -203,7 +203,6 @@ class TestTree:
         with pytest.raises(ValueError, match="The tree must hold something to quantize. Got an empty tree. Pass a"):
             call({})
 
-    @pytest.mark.daily
     @pytest.mark.parametrize(
         "pattern, meant",
         [

@@ -286,7 +286,6 @@ def test_quantized_scales_have_no_other_dtype():
         eqq.NF4(double_quant=True, scale_dtype="float16")
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize("low, error", [(-8.0, 0), (-7.5, 1), (-7.0, 0)])
 def test_mlx_reaches_both_ends(low, error):
     """Of ends of one magnitude neither is a multiple of the step, and the far one is clipped."""

@@ -375,7 +375,7 @@ def in_memory():
 
 
 # Ten thousand files, in parts that take less than a minute: reading GGUF compiles a program for many of them.
-PARTS = [pytest.param(100, seed, marks=(pytest.mark.slow, pytest.mark.nightly)) for seed in range(100)]
+PARTS = [pytest.param(100, seed, marks=(pytest.mark.slow, pytest.mark.long)) for seed in range(100)]
 
 
 @pytest.mark.parametrize("count, seed", [(60, 60), *PARTS])

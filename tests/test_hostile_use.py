@@ -105,7 +105,7 @@ for line in sys.stdin:  # no process but its children computes by JAX, so that t
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes that are forked")
-@pytest.mark.parametrize("kills", [3, pytest.param(25, marks=(pytest.mark.slow, pytest.mark.nightly))])
+@pytest.mark.parametrize("kills", [3, pytest.param(25, marks=(pytest.mark.slow, pytest.mark.long))])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, sources, operation, kills):
     rng, path = random.Random(operation), output(tmp_path / "out", operation)

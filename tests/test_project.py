@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 from beartype.roar import BeartypeCallHintViolation, BeartypeDecorHintException
 
+from tools import changed_tests
+from tools.changed_tests import find_tests, TESTS
+
 from .annotations import checked, CHECKS
-from .conftest import COMPILED, sample
+from .conftest import COMPILED, LONG, ROOM, sample
 
 
 if find_spec("nox") is None:
@@ -48,7 +51,7 @@ def test_commands_of_the_readme():
     for command, session in zip(COMMANDS, sessions, strict=True):
         assert command == f"python3 -m venv .venv && .venv/bin/pip install nox uv && .venv/bin/nox -s {session['name']}"
         assert session["python"] is None
-    assert re.search(r"^nox .*-s tests( |$)", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
+    assert re.search(r"^run tests( |$)", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
 
 
 def test_nothing_is_compiled_while_tests_are_collected(pytestconfig):
@@ -85,10 +88,58 @@ def test_all_annotations_are_types(pytestconfig):
         make()
 
 
-@pytest.mark.parametrize("runs", [1, 2, 10])
-@pytest.mark.parametrize("cases", [1, 3, 10, 25])
-def test_samples_of_all_offsets_are_all_cases(cases, runs):
-    samples = [sample("test_x", range(cases), 10, offset, runs) for offset in range(10)]
-    assert {case for chosen in samples for case in chosen} == set(range(cases))
-    least = cases // 10 or (1 if cases >= runs else 0)
-    assert {len(chosen) for chosen in samples} <= {least, -(-cases // 10)}
+# Samples
+
+
+def make_marks(quick=200, long=200, slow=200):
+    """Tests of one case, of several, and of many, by mark."""
+    cases = {f"tests/test_a.py::test_{n}[{n}-{i}]": set() for n in (1, 2, 5, 25) for i in range(n)}
+    cases |= {f"tests/test_b.py::test_long[{i}]": {"long"} for i in range(long)}
+    return cases | {f"tests/test_b.py::test_slow[{i}]": {"slow"} for i in range(slow)}
+
+
+def test_a_sample_repeats_and_has_a_case_of_each_quick_test():
+    marks = make_marks()
+    samples = [sample(marks, 5, str(seed))[0] for seed in range(40)]
+    assert samples == [sample(dict(reversed(marks.items())), 5, str(seed))[0] for seed in range(40)]
+    assert set.union(*samples) == marks.keys()
+    for chosen in samples:
+        assert {case.partition("[")[0] for case in chosen if "test_a" in case} == {
+            case.partition("[")[0] for case in marks if "test_a" in case
+        }
+        counts = [sum(name in case for case in chosen) for name in ("long", "slow")]
+        assert 20 <= counts[0] <= 60 and 5 <= counts[1] <= 40, counts
+
+
+def test_what_changed_runs_whole_if_there_is_room():
+    marks = make_marks()
+    a, b = ({case for case in marks if name in case and "slow" not in case} for name in ("test_a", "test_b"))
+    chosen, note = sample(marks, 5, "x", ["test_a"])
+    assert a <= chosen and not b <= chosen and note == ""
+    marks |= {f"tests/test_b.py::test_long[{i}]": {"long"} for i in range(2 * ROOM // LONG)}
+    chosen, note = sample(marks, 5, "x", ["test_a", "test_b"])
+    assert not a <= chosen and note.endswith("too many to run whole: one in 3 ran.")
+
+
+def test_no_sample_has_what_is_slow_and_long():
+    assert sample({"test_a.py::test": {"slow", "long"}}, 1, "x", ["test_a"])[0] == set()
+
+
+def test_each_file_of_the_package_has_tests():
+    paths = [
+        path.relative_to(ROOT).as_posix()
+        for room in ("eqquant", "eqquant_cli")
+        for path in ROOT.glob(f"{room}/**/*.py")
+    ]
+    found = {path: find_tests(path) for path in paths}
+    assert [path for path, names in found.items() if not names] == [], "add a row to tools/changed_tests.py"
+    named = {name for path in (*paths, *TESTS) for name in find_tests(path)}
+    assert {name for name in named if not (ROOT / "tests" / f"{name}.py").exists()} == set()
+    assert find_tests("tests/test_cache.py") == ["test_cache"] and find_tests("tests/helpers.py") == []
+
+
+def test_what_changed_is_compared_with_a_commit(monkeypatch, capsys):
+    """With none that git does not know."""
+    monkeypatch.setenv("EQQUANT_BASE", "0" * 40)
+    changed_tests.main()
+    assert capsys.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""The documentation of each public name: an example, shapes of arrays, types of signatures; and no name of before."""
+"""The documentation of each public name: an example, shapes of arrays, types. And names in pages exist."""
 
 import ast
 import functools as ft
@@ -12,7 +12,7 @@ import pytest
 
 import eqquant as eqq
 
-from .test_architecture import class_names, find_definition, MODULES, parse_nodes, PUBLIC, ROOT
+from .test_architecture import each_name, find_definition, MODULES, parse_nodes, PUBLIC, ROOT
 
 
 DEFINED = [name for name in PUBLIC if name != "ArrayOrQuantized"]  # which is an alias of a type
@@ -50,7 +50,7 @@ def annotations(node):
     return {a.arg: ast.unparse(a.annotation) for a in arguments if a.annotation is not None}
 
 
-@pytest.mark.parametrize("name", DEFINED)
+@each_name(DEFINED)
 def test_an_example(name):
     """Each public name has one, or links to a name that has one, or to a page."""
     doc = docstring(definition(name))
@@ -67,7 +67,7 @@ def text_of_bullet(doc, name):
 STATE = {("extend.AbstractCalibrator", "finite"), ("extend.AbstractCalibrator", "batches")}
 
 
-@pytest.mark.parametrize("name", DEFINED)
+@each_name(DEFINED)
 def test_arrays_have_shapes(name):
     """Whatever is an array, argument, field or result, has words about its shape or dtype."""
     node = definition(name)
@@ -114,7 +114,7 @@ def test_types_in_signatures_are_explained():
     assert used & set(aliases()) - {"Scalar"} <= explained  # that is jaxtyping's
 
 
-@pytest.mark.parametrize("name", DEFINED)
+@each_name(DEFINED)
 def test_no_argument_is_anything(name):
     found = annotations(definition(name))
     assert not [a for a, x in found.items() if re.search(r"\bAny\b", x) and "ClassVar" not in x]
@@ -130,14 +130,10 @@ def test_help_fits_a_screen(name):
         assert len(str(inspect.signature(eqq.quantize_tree))) < 500
 
 
-# Names of before
-
-
-def renamed():
-    """The rows of the table of renamed names: `(names before, text now)`."""
-    table = (ROOT / "CHANGELOG.md").read_text().partition("### Renamed before this release")[2]
-    for before, now in re.findall(r"^\| (`.*) \| (.*) \|$", table, flags=re.MULTILINE):
-        yield [name for name in re.findall(r"`([^`]*)`", before) if re.fullmatch(r"[\w.]+", name)], now
+def test_names_in_the_pages_exist():
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    named = {(p.name, n) for p in pages for n in re.findall(r"\beqq(?:uant)?\.([A-Za-z][\w.]*\w)", p.read_text())}
+    assert {(page, name) for page, name in named if not resolves(name)} == set()
 
 
 def resolves(name):
@@ -146,30 +142,3 @@ def resolves(name):
     except AttributeError:
         return False
     return True
-
-
-FOLDERS = ("benchmarks", "docs", "eqquant", "eqquant_cli", "examples", "native", "tests", "tools")
-
-
-def texts():
-    suffixes = {".cc", ".h", ".ipynb", ".md", ".py", ".txt", ".yml"}
-    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
-    return {path: path.read_text() for path in (*paths, ROOT / "README.md", ROOT / "CONTRIBUTING.md")}
-
-
-def test_no_name_of_before_is_left():
-    rows = list(renamed())
-    old = {name for names, _ in rows for name in names}
-    assert {"Use", "SimulatedArray", "select", "io.To", "FloatMastersState", "analysis.run_benchmark"} <= old
-    assert not [name for name in old if resolves(name)]
-    use = re.compile(rf"\b(?:eqq|eqquant)\.(?:{'|'.join(map(re.escape, sorted(old)))})\b(?!\.py)|(?<![\w-])--to\b")
-    found = {path.relative_to(ROOT): use.findall(text) for path, text in texts().items() if path.name != __file__}
-    assert {path: names for path, names in found.items() if names and path.name != "test_public_docs.py"} == {}
-
-
-def test_renamed_classes_have_their_new_names_alone():
-    classes = {name for name, _ in class_names()}
-    moved = re.compile(r"private|\.\.\.|arrays\.Activation")
-    before = {name for names, now in renamed() for name in names if "." not in name and not moved.search(now)}
-    assert {"Use", "Residual", "SimulatedArray", "Encoded"} <= before
-    assert before & classes == set()

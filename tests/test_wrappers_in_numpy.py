@@ -1,7 +1,4 @@
-"""Wrappers of weights against NumPy: their products, and what moves of their stacks leave of them.
-
-Quick tests that run every day, where larger ones take turns.
-"""
+"""Wrappers of weights against NumPy: their products, and what moves of their stacks leave of them. Quick tests."""
 
 import functools as ft
 
@@ -54,7 +51,6 @@ def in_logical_order(v):
     return w
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize("name", STACKS)
 def test_products_of_stacks(name):
     """Of a stack of several layers, and of one of a single layer, from both sides."""
@@ -91,7 +87,6 @@ MOVES = {
 }
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize("name", ["scaled", "factors", "activations"])
 def test_moves_of_stacks(name):
     if name == "activations":

@@ -1,6 +1,6 @@
-"""Compiles the kernels for an H100 on a machine without a GPU, with the same compiler: `nox -s aot_gpu`.
+"""Compiles the kernels for an H100 on a machine without a GPU, with the same compiler: `nox -s aot`.
 
-What compiles here compiles there. For every kind of format that has a kernel, it prints registers, spills, and the
+What compiles here compiles there. For every format that has a kernel, it prints registers, spills, and the
 instructions per weight and thread in the longest loop. It fails if a kernel does not compile, if a dense weight is
 written to memory, or if a kernel that is the default spills registers. It does not measure time. `--ada` compiles for
 an RTX 4090, to see whether kernels fit into 99 KiB of shared memory, and allows spills.
@@ -106,10 +106,7 @@ def longest_loop(sass: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--formats", nargs="*", help="names of the tests' table of formats; one of each kind unless given"
-    )
-    parser.add_argument("--all", action="store_true", help="all formats")
+    parser.add_argument("--formats", nargs="*", help="names of the tests' table of formats; all unless given")
     parser.add_argument("--ada", action="store_true", help="for an RTX 4090")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -131,9 +128,7 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
     from eqquant._matmul.problem import MatmulProblem, TargetDevice
     from tests.helpers import FORMATS, IN_KERNELS, report
 
-    kinds = ("nf4", "nf4_double", "int4", "int4_affine", "int4_channel", "int2_affine", "ternary", "binary_block")
-    kinds += ("int8", "int8_affine", "int8_block", "fp8_e4m3", "mxfp8", "mxfp4", "nvfp4", "q4_0", "dynamic8")
-    names = arguments.formats or (IN_KERNELS if arguments.all else kinds)
+    names = arguments.formats or IN_KERNELS
     config = ADA if arguments.ada else H100
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=config)
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))

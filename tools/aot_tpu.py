@@ -1,4 +1,4 @@
-"""Compiles the kernels for TPUs on a machine without one, with the compiler of the real ones: `nox -s aot_tpu`.
+"""Compiles the kernels for TPUs on a machine without one, with the compiler of the real ones: `nox -s aot`.
 
 For every format that has a kernel it prints the temporary memory and the bytes that the program accesses, for three
 generations; and it fails where the compiler refuses, or where a dense weight is written to memory. It says nothing of

@@ -32,7 +32,7 @@ from typing import NamedTuple, TextIO
 import hypothesis
 import pytest
 
-from .mutant_tests import TESTS
+from .changed_tests import TESTS
 
 
 ROOT = Path(__file__).parents[1]
@@ -288,7 +288,7 @@ def run(options: list[str], runs: Runs | None = None) -> int:
     """Runs pytest on the copy of the package."""
     hypothesis.settings.register_profile("mutants", phases=["explicit", "generate"], report_multiple_bugs=False)
     hypothesis.settings.load_profile("mutants")
-    quiet = ["-q", "-x", "--tb", "no", "-p", "no:cacheprovider", "-n", "0", "--assert", "plain", "--offset", "0"]
+    quiet = ["-q", "-x", "--tb", "no", "-p", "no:cacheprovider", "-n", "0", "--assert", "plain", "--seed", "0"]
     quiet += ["-o", "addopts=-m 'not slow'"]  # without checks of types, tests take half of the time
     return int(pytest.main([*quiet, *options], plugins=[runs] if runs else []))
 

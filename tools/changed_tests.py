@@ -1,13 +1,50 @@
-"""The tests that concern a file of the package: `mutate_python.py` runs them on its mutants."""
+"""The tests that concern a file: `.ci/run` runs those of what changed, and `mutate_python.py` those of a mutant.
 
+`python -m tools.changed_tests` prints the test files that concern what changed since a commit: that of `EQQUANT_BASE`,
+or the newest one more than four hours older than the last one, since a push is a few hours' work. What is not
+committed counts as changed. Without such a commit, in a shallow clone or without git, it prints none.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[1]
 NUMERICS = """test_numerics.py test_packing.py test_formats.py test_errors.py
     -k 'test_numerics or test_packing or minifloat or e8m0 or mx_scale or nvfp4_scale or codebook or ties or round_half
     or int2 or affine or equals or codes_of or integers or mlx or block_size or format_names or pass_through'"""
 TRELLIS = "test_trellis.py -k 'by_hand or best_sequence or minimizes or outlier or names or scales'"
 PALLAS_TPU = """test_pallas_tpu.py -m 'slow or not slow'
     -k 'unsupported or bits or halves or tiles or config or highest or transposed or 300 and (nf4 or affine)'"""
-# By the first pattern that the path of a file contains. Files that share tests run together.
+# By the first of these that a path contains. `-k` and `--every` are for mutants, on which tests run many times.
 TESTS = {
+    "docs/": "test_pages.py test_public_docs.py test_notebooks.py",
+    "examples/llama": "test_llama.py",
+    "examples/": "test_notebooks.py test_minilm.py",
+    "native/": "test_cpu_matmul.py test_cpu_int8.py test_cpu_decode.py test_cpu_encode.py --every 30",
+    "tests/golden": "test_golden_files.py test_golden_checkpoints.py test_reference.py test_llama.py",
+    "tools/notebooks": "test_notebooks.py",
+    "tools/two_processes": "test_processes.py",
+    "tools/": "test_project.py",
+    "benchmarks/": "test_architecture.py",
+    ".ci/": "test_project.py",
+    "noxfile": "test_project.py",
+    "README": "test_pages.py test_project.py",
+    "__init__": "test_architecture.py test_public_docs.py",
+    "eqquant/arrays": "test_architecture.py test_public_docs.py",
+    "eqquant/extend": "test_architecture.py test_public_docs.py",
+    "eqquant/formats": "test_architecture.py test_public_docs.py",
+    "eqquant/reference": "test_reference.py --every 5",
+    "eqquant/__main__": "test_cli.py --every 5",
+    "_compat": "test_operators.py test_matmul.py test_control_flow.py test_ecosystem.py test_sharding.py --every 5",
+    "_errors": "test_errors.py test_misuse.py --every 5",
+    "_export": "test_export.py --every 5",
+    "_mesh": "test_sharding.py test_partition.py --every 5",
+    "_report": "test_explain.py test_tree.py test_analysis.py --every 5",
+    "_types": "test_public_docs.py",
     "_numerics/hadamard": "test_rotations.py -k 'transpose or matrices'",
     "_numerics/hashing": "test_low_precision.py -k 'hashes or seed'",
     "_numerics/trellis": TRELLIS,
@@ -77,6 +114,7 @@ TESTS = {
     "transforms/_rotate": "test_rotations.py test_mapped.py -k 'test_rotations or errors' --every 5",
     "transforms/_smooth": "test_smooth.py test_weights.py -k 'test_smooth or both_orders' --every 5",
     "transforms/": "test_smooth.py test_rotations.py --every 5",
+    "_training": "test_gradients.py test_masters.py test_simulate.py test_sharded_training.py --every 5",
     "analysis": "test_analysis.py test_analysis_models.py --every 5",
     "io/_dialects/gguf": "test_checkpoints.py test_golden_checkpoints.py test_writers.py -k 'gguf or golden' --every 5",
     "io/_dialects": """test_checkpoints.py test_declared_layouts.py test_golden_checkpoints.py
@@ -104,7 +142,7 @@ TESTS = {
     "_wrappers/simulated": "test_simulate.py --every 5",
     "_wrappers/permuted": """test_checkpoints.py test_permuted_files.py test_wrappers_in_numpy.py
         -k 'act_order or permuted'""",
-    "_wrappers": "test_wrappers_in_numpy.py test_mapped.py test_rules.py --every 5",
+    "_wrappers": "test_wrappers_in_numpy.py test_wrappers.py test_own_wrapper.py test_mapped.py test_rules.py --every 5",
     "_array/contraction": "test_matmul.py test_rules.py test_operators.py --every 5",
     "_array/serialize": "test_serialize.py",
     "_array/sharding": "test_sharding.py --every 5",
@@ -126,3 +164,46 @@ TESTS = {
     "_cache": "test_cache.py test_cache_attend.py --every 5",
     "eqquant_cli": "test_cli.py test_convert.py --every 5",
 }
+
+
+def git(*arguments: str) -> str:
+    """What git prints. Nothing, where it fails or is missing."""
+    command = ["git", "-c", "safe.directory=*", *arguments]  # the clone may belong to another user
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def find_base() -> str:
+    """The commit since which files changed."""
+    if base := os.environ.get("EQQUANT_BASE"):
+        return git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}")
+    last = git("log", "-1", "--format=%ct")
+    return last and git("rev-list", "-1", f"--min-age={int(last) - 4 * 3600}", "HEAD")
+
+
+def list_changes(base: str) -> list[str]:
+    """The paths of files that were added, changed or removed."""
+    new = git("ls-files", "--others", "--exclude-standard")
+    return f"{git('diff', '--name-only', '--no-renames', base)}\n{new}".split("\n")
+
+
+def find_tests(path: str) -> list[str]:
+    """The names of the test files that concern a file. Those of what all tests share are none in particular."""
+    words = path if path.startswith("tests/test_") else next((TESTS[part] for part in TESTS if part in path), "")
+    return re.findall(r"test_\w+(?=\.py)", words)
+
+
+def main() -> None:
+    if not (base := find_base()):
+        print("No commit to compare with: what changed runs as the rest does.", file=sys.stderr)
+        return
+    changes = list_changes(base)
+    names = {name for path in changes for name in find_tests(path) if (ROOT / "tests" / f"{name}.py").exists()}
+    print(f"{len(changes)} files changed since {base[:12]}.", file=sys.stderr)
+    print(*sorted(names), sep=",")
+
+
+if __name__ == "__main__":
+    main()

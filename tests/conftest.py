@@ -1,3 +1,4 @@
+import collections
 import ctypes
 import gc
 import hashlib
@@ -38,8 +39,8 @@ OPTIMIZED = pytest.StashKey[bool]()
 NOTE = pytest.StashKey[str]()
 TESTS = it.count()
 
-# How many cases of what changed run: so many, where a long one counts as several.
-ROOM, LONG = 1500, 10
+# How many cases run of what changed; a long one counts as several.
+ROOM, LONG = 2500, 10
 
 
 def pytest_addoption(parser):
@@ -124,25 +125,37 @@ def keep_sample(config, items):
 
 
 def sample(marks, every, seed, whole=()):
-    """The cases of the keys of `marks` that run, and a note where the files that should run whole have too many.
+    """The cases that run, of the keys of `marks`, and a note of the files of `whole` that do not run whole.
 
-    A hash of seed and case is a fraction, and that below `1 / every` runs: so no number of cases matters. Of each test
-    with quick cases the lowest one runs always. Slow cases count half, and run in no sample if they are long too.
+    A hash of seed and case is a fraction, and below `1 / every` the case runs: no number of cases can matter. Of each
+    test with quick cases the lowest one runs always. No sample has what is slow and long.
     """
-    changed = [
-        case for case, mark in marks.items() if Path(case.partition("::")[0]).stem in whole and "slow" not in mark
-    ]
-    cost = sum(LONG if marks[case] else 1 for case in changed)
-    part = min(every, max(1, -(-cost // ROOM)))
-    periods = {case: 2 * every if "slow" in mark else every for case, mark in marks.items()} | dict.fromkeys(
-        changed, part
-    )
+    parts = divide_room(marks, every, whole)
+    periods = {c: 2 * every if "slow" in mark else parts.get(name_file(c), every) for c, mark in marks.items()}
     hashes = {case: hashlib.blake2b(f"{seed} {case}".encode(), digest_size=8).digest() for case in marks}
     chosen = {case for case in marks if int.from_bytes(hashes[case]) * periods[case] < 2**64 and len(marks[case]) < 2}
     quick = sorted((case for case in marks if not marks[case]), key=hashes.get, reverse=True)
     chosen.update({case.partition("[")[0]: case for case in quick}.values())
-    note = f"What changed has {len(changed)} cases in {len(whole)} files, too many to run whole: one in {part} ran."
-    return chosen, note if part > 1 else ""
+    reduced = [
+        f"one in {n} of {', '.join(name for name, part in parts.items() if part == n)}"
+        for n in range(2, every + 1)
+        if n in parts.values()
+    ]
+    return chosen, f"Too much changed to run whole all that concerns it: {'; '.join(reduced)}." if reduced else ""
+
+
+def divide_room(marks, every, whole):
+    """Of how many cases of each file of `whole` one runs: of one, as long as there is room, in small files first."""
+    costs = collections.Counter()
+    for case, mark in marks.items():
+        if "slow" not in mark and name_file(case) in whole:
+            costs[name_file(case)] += LONG if mark else 1
+    share = next(n for n in range(ROOM, 0, -1) if n == 1 or sum(min(cost, n) for cost in costs.values()) <= ROOM)
+    return {name: min(every, -(-cost // share)) for name, cost in costs.items()}
+
+
+def name_file(case):
+    return Path(case.partition("::")[0]).stem
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_what_changed_runs_whole_if_there_is_room():
     assert a <= chosen and not b <= chosen and note == ""
     marks |= {f"tests/test_b.py::test_long[{i}]": {"long"} for i in range(2 * ROOM // LONG)}
     chosen, note = sample(marks, 5, "x", ["test_a", "test_b"])
-    assert not a <= chosen and note.endswith("too many to run whole: one in 3 ran.")
+    assert a <= chosen and not b <= chosen and note.endswith("concerns it: one in 3 of test_b.")
 
 
 def test_no_sample_has_what_is_slow_and_long():

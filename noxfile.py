@@ -10,8 +10,10 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -90,6 +92,12 @@ def pytest(session: nox.Session, *args: str, env: dict[str, str] | None = None) 
     env = {"JAX_PLATFORMS": "cpu", **shared_programs(session), **(env or {})}
     options = ("-n", workers, "--dist", "worksteal", "--durations", "10")
     session.run("pytest", *options, *args, *session.posargs, env=env)
+
+
+def run_two(session: nox.Session, *commands: Iterable[str], **options: Any) -> None:
+    """Runs commands that keep one core busy each, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda command: session.run(*command, **options), commands))
 
 
 def choose_seed() -> str:
@@ -190,9 +198,7 @@ def fuzz(session: nox.Session) -> None:
     session.run("cmake", "-G", "Ninja", "-S", "native", "-B", build, *options)
     session.run("cmake", "--build", build, "--target", "unit", "fuzz")
     emulated = (emulator,) if kind == "arm" else ()
-    run = lambda words: session.run(*emulated, str(Path(build) / words[0]), *words[1:], external=True)
-    with ThreadPoolExecutor(2) as pool:  # each keeps one core busy
-        list(pool.map(run, runs))
+    run_two(session, *((*emulated, str(Path(build) / words[0]), *words[1:]) for words in runs), external=True)
 
 
 @nox.session(python=OLDEST_PYTHON)
@@ -300,10 +306,9 @@ def examples(session: nox.Session) -> None:
     if session.posargs:
         session.run("python", "-m", "tools.notebooks", *session.posargs, env={"JAX_PLATFORMS": "cpu"})
         return
-    for name in EXAMPLES:
-        session.run("python", str(Path("examples") / name), "--smoke", env=shared_programs(session))
-    session.run("python", "-m", "tools.notebooks", env={"EQQUANT_SMOKE": "1", **shared_programs(session)})
-    session.run("python", "benchmarks/gpu_matmul.py", "--smoke", "--formats", "NF4")
+    commands = [("python", "-m", "tools.notebooks"), *(("python", f"examples/{name}", "--smoke") for name in EXAMPLES)]
+    commands.append(("python", "benchmarks/gpu_matmul.py", "--smoke", "--formats", "NF4"))
+    run_two(session, *commands, env={"EQQUANT_SMOKE": "1", **shared_programs(session)})
 
 
 @nox.session
@@ -313,8 +318,7 @@ def aot(session: nox.Session) -> None:
     session.install(*AOT_JAX, TPU_COMPILER, "absl-py")
     # Only the compiler: neither a driver nor NVIDIA's libraries are needed for that.
     session.install("--no-deps", *CUDA_COMPILER)
-    session.run("python", "-m", "tools.aot_gpu", *session.posargs)
-    session.run("python", "-m", "tools.aot_tpu", *session.posargs)
+    run_two(session, *(("python", "-m", tool, *session.posargs) for tool in ("tools.aot_gpu", "tools.aot_tpu")))
 
 
 @nox.session

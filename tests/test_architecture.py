@@ -196,29 +196,6 @@ def test_a_module_says_what_it_is(path):
     return path.name != "__init__.py" and not ast.get_docstring(parse_nodes(path)[0])
 
 
-# Names
-
-
-def class_names():
-    """The classes at the top of each module of the package, the benchmarks and the tests: `(name, path)`."""
-    for folder in ("eqquant", "benchmarks", "tests"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef):
-                    yield node.name, path.relative_to(ROOT)
-
-
-# Small models that several tests define for themselves; the tiles of a kernel; a range and a method of one rule.
-SHARED_CLASS_NAMES = {"Block", "Layer", "Model", "Net", "Stacked", "Config", "_Observer"}
-
-
-def test_a_class_name_stands_in_one_module():
-    places = {}
-    for name, path in class_names():
-        places.setdefault(name, set()).add(str(path))
-    assert {name: where for name, where in places.items() if len(where) > 1 and name not in SHARED_CLASS_NAMES} == {}
-
-
 @each_module
 def test_the_first_line_of_a_docstring_is_short(path):
     """One sentence under 90 characters, then a blank line: an editor shows nothing more."""

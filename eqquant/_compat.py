@@ -47,7 +47,8 @@ try:  # the trace of Quax, its tracer and its dense value
     from quax._trace import _QuaxTrace as QuaxTrace, _QuaxTracer as QuaxTracer
     from quax._values import _DenseArrayValue
 except ImportError:  # pragma: no cover
-    TraceTag = QuaxTracer = _DenseArrayValue = QuaxTrace = object  # `eqquant.quaxify` is that of Quax then
+    TraceTag: Any = object  # `eqquant.quaxify` is that of Quax then
+    QuaxTracer = _DenseArrayValue = QuaxTrace = TraceTag
 
 _ARRAY_METHODS = "jax._src.numpy.array_methods"
 
@@ -334,7 +335,7 @@ def is_inlined_early(inline: Any) -> bool:
 
 def unwrap_quax(x: Any) -> Any:
     """Returns the array in a dense value of Quax, or any other value itself."""
-    return x.array if isinstance(x, _DenseArrayValue) else x
+    return x.materialise() if isinstance(x, _DenseArrayValue) else x
 
 
 def find_quax_operation() -> str | None:

@@ -161,7 +161,9 @@ def check_leaves(q: AbstractCodes) -> None:
 def _check_shapes(q: AbstractCodes) -> None:
     """Raises if scales, zero points or offsets are not those of the blocks of the codes."""
     codes, format, row = q.codes, q.format, row_length(q)
-    if not hasattr(codes, "dtype") or codes.shape[-1:] != (packed_length(format, row),):  # which `shape` refuses
+    if getattr(codes, "dtype", None) is None or codes.shape[-1:] != (
+        packed_length(format, row),
+    ):  # which `shape` refuses
         return
     blocks = num_blocks(row, format.block_size)
     packed = packing.packed_length(blocks, format.bits)
@@ -170,11 +172,12 @@ def _check_shapes(q: AbstractCodes) -> None:
         ("zero point", q.zero_point_bits, packed),
         ("offset", q.offset_bits, blocks),
     ):
-        if hasattr(leaf, "dtype") and leaf.shape != (*codes.shape[:-1], length):
+        expected = (*codes.shape[:-1], length)
+        if leaf is not None and getattr(leaf, "shape", expected) != expected:
             raise ValueError(
                 f"The leaves of a quantized array must share their leading axes. Got codes of shape {codes.shape} and "
-                f"{name} of shape {leaf.shape} instead of {(*codes.shape[:-1], length)}. Change all leaves "
-                "alike, as `jax.tree.map(lambda leaf: leaf[i], q)` does."
+                f"{name} of shape {leaf.shape} instead of {expected}. Change all leaves alike, "
+                "as `jax.tree.map(lambda leaf: leaf[i], q)` does."
             )
 
 

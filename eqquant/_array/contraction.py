@@ -246,7 +246,8 @@ def contract(
         if not w.lost_in_jax:
             return None
         # The product has an effect besides that of the weight: decode the weight alone.
-        w = eqx.tree_at(lambda w: w.array, w, w.dequantize(), is_leaf=lambda part: part is w.array)
+        wrapper: Any = w
+        w = eqx.tree_at(lambda w: w.array, wrapper, w.dequantize(), is_leaf=lambda part: part is wrapper.array)
         if (form := _find_form(x, w, x_axes, w_axes, out_axes)) is None:
             return None
     if isinstance(x, AbstractOperand) and not (x.holds_codes and form.matches_codes(x)):

@@ -91,7 +91,7 @@ class AbstractArrayValue(quax.ArrayValue, AbstractOperand):
         """Changes the shape."""
 
     @abc.abstractmethod
-    def move(self, spec: Move, *others: "AbstractArrayValue") -> "AbstractArrayValue | Array":
+    def move(self, spec: Move, *others: Any) -> "AbstractArrayValue | Array":
         """For Quax: moves whole entries; with `others`, of the same structure, concatenates.
 
         **Raises:**

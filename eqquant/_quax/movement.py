@@ -88,12 +88,13 @@ def _tile(w: AbstractArrayValue, *, reps: Sequence[int | np.integer]) -> MoveRes
 
 def _concatenate_arrays(operands: Sequence[Value], dimension: int) -> MoveResult:
     """Concatenates arrays. Raises `CannotMove` if the result cannot stay packed."""
-    if not operands or not all(isinstance(x, AbstractArrayValue) for x in operands):
+    arrays = [x for x in operands if isinstance(x, AbstractArrayValue)]
+    if not operands or len(arrays) < len(operands):
         raise CannotMove
     concatenate_codes = lambda *arrays: _call_or_refuse(concatenate, [x.with_sharding(None) for x in arrays], dimension)
-    if all(isinstance(x, QuantizedArray) for x in operands):
-        return concatenate_codes(*operands)
-    if not _have_same_structure(operands):
+    if all(isinstance(x, QuantizedArray) for x in arrays):
+        return concatenate_codes(*arrays)
+    if not _have_same_structure(arrays):
         raise CannotMove
 
     def move_leaf(axes: Axes, *leaves: Array) -> Array:
@@ -101,12 +102,9 @@ def _concatenate_arrays(operands: Sequence[Value], dimension: int) -> MoveResult
             raise CannotMove
         return jnp.concatenate(leaves, axes.index(dimension))
 
-    first, *others = operands
-    return move(
-        first,
-        move_along(jnp.ndim(first), frozenset({dimension}), move_leaf)._replace(move_codes=concatenate_codes),
-        *others,
-    )
+    first, *others = arrays
+    spec = move_along(first.ndim, frozenset({dimension}), move_leaf)
+    return first.move(spec._replace(move_codes=concatenate_codes), *others)
 
 
 def _call_or_refuse(f: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:

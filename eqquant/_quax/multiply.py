@@ -1,5 +1,6 @@
 """Rules of a weight times a scalar, which products multiply their results by."""
 
+import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
@@ -33,9 +34,9 @@ def _negate(w: AbstractArrayValue, **params: object) -> AbstractArrayValue:
 def _scale(w: Value, factor: Value) -> AbstractArrayValue:
     if not isinstance(w, AbstractArrayValue) or isinstance(factor, AbstractArrayValue):
         raise CannotMove
-    if w.ndim < 2 or jnp.ndim(factor) != 0:  # a single row is dequantized
+    if w.ndim < 2 or isinstance(factor, jax.ShapeDtypeStruct) or jnp.ndim(factor) != 0:  # a row is dequantized
         raise CannotMove
     if not isinstance(factor, jax.core.Tracer) and factor == 1:
         return w
     factor = jnp.asarray(factor, getattr(factor, "dtype", w.dtype))
-    return ScaledArray(w, jnp.broadcast_to(factor, w.shape[:-1]), axis=-2)
+    return ScaledArray(array=w, scale=jnp.broadcast_to(factor, w.shape[:-1]), axis=-2)

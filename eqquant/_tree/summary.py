@@ -67,10 +67,8 @@ def _float_reason(leaf: Leaf, formats: Collection[AbstractFormat]) -> str:
     axes = as_axes(input_axis(leaf)[0])
     if not formats:
         return few_values_reason(leaf.value, axes) or "nothing is quantized yet"
-    reasons = [no_smaller_reason(leaf.value, format, axes) for format in formats]
-    if None in reasons:
-        return "not chosen by the rules, `where` or `axis` of the call"
-    return reasons[0]
+    reasons = list(filter(None, (no_smaller_reason(leaf.value, format, axes) for format in formats)))
+    return reasons[0] if len(reasons) == len(formats) else "not chosen by the rules, `where` or `axis` of the call"
 
 
 def _is_row(x: PyTree) -> bool:

@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Sequence
+from typing import Self
 
 import equinox as eqx
 import jax
@@ -114,7 +115,7 @@ class AbstractMatmulOverride(AbstractWrapper):
         """Returns dense values of the weight."""
         return self.array[index]
 
-    def move(self, spec: Move, *others: "AbstractMatmulOverride") -> AbstractWrapper:
+    def move(self, spec: Move, *others: Self) -> AbstractWrapper:
         return self._move_parts(spec, *others)
 
     @abc.abstractmethod

@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -141,7 +141,7 @@ class LoraArray(AbstractArrayValue):
         low = product(product(as_floats(x).astype(y.dtype), self.a.mT.astype(y.dtype)), self.b.mT.astype(y.dtype))
         return y + self.scaling * low
 
-    def move(self, spec: Move, *others: "LoraArray") -> "LoraArray":
+    def move(self, spec: Move, *others: Self) -> "LoraArray":
         stack, loras = self.ndim - 1 - self.in_ndim, (self, *others)
         if any(lora.rank != self.rank for lora in others):
             raise CannotMove

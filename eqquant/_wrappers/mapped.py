@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ class AbstractMappedArray(AbstractWrapper):
             return linear(self.array, self.map_inputs(as_floats(x), -1), options)
         return self.map_back(linear(self.array, as_floats(x), options), -1)
 
-    def move(self, spec: Move, *others: "AbstractMappedArray") -> AbstractWrapper:
+    def move(self, spec: Move, *others: Self) -> AbstractWrapper:
         if self.axis % self.ndim in spec.changed_axes and not self.is_diagonal:
             raise CannotMove
         spec.check_last(self.ndim - 2, self.ndim - 1)

@@ -1,5 +1,7 @@
 """An array with a scale per input, for AWQ and SmoothQuant where scales do not fold."""
 
+from typing import ClassVar
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ class ScaledArray(AbstractMappedArray):
     - `axis`: the axis of the inputs, -1 or -2.
     """
 
-    is_diagonal = True
+    is_diagonal: ClassVar[bool] = True
 
     array: PyTree
     scale: Float[Array, "*stack inputs"]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -168,7 +168,7 @@ class FakeQuantizedArray(AbstractArrayValue):
         """For products: the product of the quantized array."""
         return self.quantized().linear(x, options)
 
-    def move(self, spec: Move, *others: "FakeQuantizedArray") -> AbstractArrayValue:
+    def move(self, spec: Move, *others: Self) -> AbstractArrayValue:
         return self.quantized().move(spec, *(other.quantized() for other in others))
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:

@@ -115,7 +115,7 @@ class AbstractCodes(AbstractArrayValue):
 
 
 def check_leaves(q: AbstractCodes) -> None:
-    """Raises if a leaf is no longer an unsigned integer, or its shape does not belong to the codes.
+    """Raises if a leaf has another dtype or shape than it was stored with.
 
     Dtypes and shapes are static, so this costs nothing in `jit`.
     """
@@ -161,9 +161,8 @@ def check_leaves(q: AbstractCodes) -> None:
 def _check_shapes(q: AbstractCodes) -> None:
     """Raises if scales, zero points or offsets are not those of the blocks of the codes."""
     codes, format, row = q.codes, q.format, row_length(q)
-    if getattr(codes, "dtype", None) is None or codes.shape[-1:] != (
-        packed_length(format, row),
-    ):  # which `shape` refuses
+    shape = getattr(codes, "shape", None)  # which shardings in place of arrays lack
+    if shape is None or shape[-1:] != (packed_length(format, row),):  # the property `shape` refuses these
         return
     blocks = num_blocks(row, format.block_size)
     packed = packing.packed_length(blocks, format.bits)
@@ -172,12 +171,12 @@ def _check_shapes(q: AbstractCodes) -> None:
         ("zero point", q.zero_point_bits, packed),
         ("offset", q.offset_bits, blocks),
     ):
-        expected = (*codes.shape[:-1], length)
-        if leaf is not None and getattr(leaf, "shape", expected) != expected:
+        expected, found = (*shape[:-1], length), getattr(leaf, "shape", None)
+        if found not in (None, expected):
             raise ValueError(
-                f"The leaves of a quantized array must share their leading axes. Got codes of shape {codes.shape} and "
-                f"{name} of shape {leaf.shape} instead of {expected}. Change all leaves alike, "
-                "as `jax.tree.map(lambda leaf: leaf[i], q)` does."
+                f"The leaves of a quantized array must share their leading axes. Got codes of shape {shape} and {name} "
+                f"of shape {found} instead of {expected}. Change all leaves alike, as "
+                "`jax.tree.map(lambda leaf: leaf[i], q)` does."
             )
 
 

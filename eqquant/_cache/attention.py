@@ -97,7 +97,7 @@ def attend_by_xla(
 
 
 def nan_without_room(cache: AttendedCache, y: Float[Array, "*batch heads rows size"]) -> Array:
-    """Returns the results of attention, with NaN in rows whose newest tokens had no room in the cache."""
+    """Returns results of attention: NaN in rows with more tokens than fit."""
     # Computed, since `jax_debug_nans` stops at a constant NaN.
     zero_or_nan = jnp.sqrt(jnp.minimum(cache.context - cache.length, 0).astype(y.dtype))
     return y + jnp.broadcast_to(zero_or_nan[..., None, None, None], y.shape)

@@ -214,7 +214,7 @@ def _compute_result(calibrator: AbstractCalibrator) -> tuple[Array, Array, Array
 
 
 def _check_state(calibrator: AbstractCalibrator) -> None:
-    """Raises unless the arrays of the state are those of `shape` and `format`, after the axes of a stack."""
+    """Raises unless the state has the shapes of a new one, after the axes of a stack."""
     names = ("seen", "finite", "batches")
     new = jax.eval_shape(lambda: dataclasses.replace(calibrator, seen=None))
     state = lambda x: jtu.tree_leaves_with_path({name: getattr(x, name) for name in names})

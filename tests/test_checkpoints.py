@@ -784,7 +784,7 @@ def test_torchao_integers_and_floats(tmp_path):
     assert w.format == eqq.formats.MLX(4, 32, "float32") and w.dtype == jnp.float16
     exact = q * spread(scales.T.astype(np.float64)) + spread(zeros.T.astype(np.float64))
     np.testing.assert_allclose(w.dequantize(), exact.astype(np.float16), rtol=1e-3, atol=1e-6)
-    with pytest.raises(ValueError, match="does not read `act_pre_scale`"):
+    with pytest.raises(ValueError, match="l._weight_act_pre_scale': It stands beside 'l.weight'"):
         write_torchao(path, "l.weight", "Int4Tensor", four | {"act_pre_scale": ("F16", zeros)})
     with pytest.raises(ValueError, match="with `zero_point`"):
         write_torchao(path, "l.weight", "Int4Tensor", {name: four[name] for name in ("qdata", "scale")})

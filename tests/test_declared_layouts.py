@@ -6,13 +6,13 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
 from eqquant.io import _safetensors
 from eqquant.io._tensors import NewTensor
 
-from .test_checkpoints import assert_bits, LEVELS, pack_words, write
+from .test_checkpoints import assert_bits, FP4, LEVELS, pack_words, small_bnb, write
 
 
 # Zero points of GPTQ, GPTQModel and AutoRound
@@ -329,3 +329,100 @@ def test_floats_of_experts(tmp_path):
     w = write(tmp_path, {"l.weight_packed": packed, "l.weight_scale": e})["l.weight"]
     expected = LEVELS[q] * np.repeat(2.0 ** (e.astype(np.float32) - 127), 32, axis=-1)
     np.testing.assert_array_equal(np.asarray(w.dequantize(), np.float32), expected)
+
+
+# Parts that only some files have
+
+
+def test_the_order_of_groups(tmp_path):
+    """With int8 and fp8, as with packed integers."""
+    rng = np.random.default_rng(0)
+    group, s = rng.permutation(np.arange(128) % 2).astype(np.int32), rng.random((8, 2)).astype(np.float32)
+    for dtype, x in (("I8", rng.integers(-9, 9, (8, 128)).astype(np.int8)), ("F8_E4M3", fp8((8, 128)))):
+        tensors = {"l.weight": (dtype, x), "l.weight_scale": ("F32", s), "l.weight_g_idx": ("I32", group)}
+        w = write_typed(tmp_path, tensors, quant_method="compressed-tensors")["l.weight"]
+        assert_bits(w.dequantize(), x.astype(np.float32) * s[:, group])
+        unset = tensors | {"l.weight_g_idx": ("I32", np.full(128, -1, np.int32))}
+        w = write_typed(tmp_path, unset, quant_method="compressed-tensors")["l.weight"]
+        assert_bits(w.dequantize(), x.astype(np.float32) * np.repeat(s, 64, axis=1))
+    tensors = {
+        "l.qweight": pack_words(np.full((64, 32), 9), 4),
+        "l.qzeros": pack_words(np.full((2, 32), 8), 4),
+        "l.scales": np.ones((2, 32), np.float16),
+        "l.g_idx": np.arange(64, dtype=np.int32) // 32,
+    }
+    assert write(tmp_path, tensors, quant_method="awq")["l.weight"][0, 0] == 1
+    with pytest.raises(ValueError, match="'l.g_idx': AWQ stores inputs in the order of the weight"):
+        write(tmp_path, tensors | {"l.g_idx": np.arange(64, dtype=np.int32) % 2}, quant_method="awq")["l.weight"]
+
+
+@pytest.mark.parametrize("part", ["weight_shape", "weight_shape_original"])
+def test_padding_is_cut_off(tmp_path, part):
+    rng = np.random.default_rng(0)
+    scales, size = rng.random((2, 3)).astype(np.float32), ("I64", np.array([200, 140]))
+    tensors = {"l.weight": ("F8_E4M3", fp8((256, 384))), "l.weight_scale": ("F32", scales), f"l.{part}": size}
+    checkpoint = write_typed(tmp_path, tensors, quant_method="compressed-tensors")
+    spread = np.repeat(np.repeat(scales, 128, 0), 128, 1)
+    whole = tensors["l.weight"][1].astype(np.float32) * spread
+    assert checkpoint.rows[0].shape == (200, 140)
+    assert_bits(checkpoint["l.weight"].dequantize(), whole[:200, :140])
+    q, inner = rng.integers(0, 256, (6, 32)).astype(np.uint8), ("F8_E4M3", np.abs(fp8((6, 4))))
+    small = {"k.weight": ("U8", q), "k.weight_scale": inner, "k.weight_scale_2": ("F32", np.ones(1, np.float32))}
+    whole = np.asarray(write_typed(tmp_path, small)["k.weight"].dequantize())
+    cut = write_typed(tmp_path, small | {f"k.{part}": ("I64", np.array([5, 20]))})["k.weight"]
+    assert_bits(cut.dequantize(), whole[:5, :20])
+    for wrong in ([7, 20], [0, 20], [6, 65]):
+        with pytest.raises(ValueError, match=f"'k.{part}': It must be the shape of the weight, or of two dim"):
+            write_typed(tmp_path, small | {f"k.{part}": ("I64", np.array(wrong))})["k.weight"]
+
+
+def test_a_scale_of_each_expert(tmp_path):
+    """NVFP4 of compressed-tensors divides by them, and of ModelOpt multiplies."""
+    rng = np.random.default_rng(0)
+    q, inner = rng.integers(0, 16, (3, 6, 64)), np.abs(fp8((3, 6, 4)))
+    packed, outer = (q[..., ::2] | q[..., 1::2] << 4).astype(np.uint8), np.array([0.5, 2, 8], np.float32)
+    expected = LEVELS[q] * np.repeat(inner.astype(np.float32), 16, axis=-1)
+    for weight, scale, factor in (("_packed", "_global_scale", 1 / outer), ("", "_scale_2", outer)):
+        for shape in ((3,), (3, 1), (3, 1, 1)):
+            tensors = {f"l.weight{weight}": ("U8", packed), "l.weight_scale": ("F8_E4M3", inner)}
+            tensors[f"l.weight{scale}"] = ("F32", outer.reshape(shape))
+            w = write_typed(tmp_path, tensors)["l.weight"].astype(jnp.float32)
+            assert_bits(w.dequantize(), expected * factor[:, None, None])
+        tensors[f"l.weight{scale}"] = ("F32", outer[:2])
+        with pytest.raises(ValueError, match="one F32 number, or one for each expert"):
+            write_typed(tmp_path, tensors)["l.weight"]
+
+
+def test_values_beside_a_weight_are_checked(tmp_path):
+    one, w = np.ones(1, np.float32), fp8((4, 64))
+    scaled = {"l.weight": ("F8_E4M3", w), "l.weight_scale": ("F32", one)}
+    int8 = {"l.weight": ("I8", np.ones((4, 64), np.int8)), "l.SCB": ("F32", np.ones(4, np.float32))}
+    comfy = lambda about: {"l.comfy_quant": ("U8", np.frombuffer(json.dumps(about).encode(), np.uint8))}
+    for tensors, good, bad, message in (
+        (int8, {"l.weight_format": ("U8", np.array(0, np.uint8))}, {"l.weight_format": ("U8", np.array(3, np.uint8))},
+         "'l.weight_format': It must be 0"),
+        (scaled, {"l.weight_zero_point": ("F8_E4M3", 0 * w[:1, :1])}, {"l.weight_zero_point": ("F32", one)},
+         "'l.weight_zero_point': It must be zero beside F8_E4M3"),
+        (scaled, comfy({"format": "float8_e4m3fn", "full_precision_matrix_mult": True}), comfy({"format": "nvfp4"}),
+         "'l.comfy_quant': eqquant reads float8_e4m3fn"),
+        (scaled, comfy({"format": "float8_e5m2"}), comfy({"format": "float8_e5m2", "convrot": 1}), "'l.comfy_quant'"),
+    ):  # fmt: skip
+        assert_bits(*(write_typed(tmp_path, x)["l.weight"].dequantize() for x in (tensors | good, tensors)))
+        with pytest.raises(ValueError, match=message):
+            write_typed(tmp_path, tensors | bad)["l.weight"]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32])
+def test_storage_of_bitsandbytes(tmp_path, dtype):
+    """`bnb_4bit_quant_storage`: the same bytes under another dtype."""
+    path = tmp_path / "model.safetensors"
+    expected = small_bnb(path, (4, 128), 64, FP4)
+    tensors = load_file(path)
+    for size, right in ((256, True), (252, False)):
+        stored = tensors["w"][:size, 0].view(dtype).reshape(-1, 1)
+        save_file(tensors | {"w": stored}, path)
+        if right:
+            assert_bits(eqq.io.open(path)["w"].dequantize(), expected)
+        else:
+            with pytest.raises(ValueError, match=r"'w': It must be U8 of \[256, 1\], or floats of as many bytes"):
+                eqq.io.open(path)["w"]

@@ -159,7 +159,7 @@ def read_items(
     `read` takes out the parts that it uses, or whose values it checks. A part that is left is an error, as is an
     unknown one of the `settings` (by default those of `config.json`): both may change values.
     """
-    unknown = find_unknown(find_settings(files) if settings is None else settings, files)
+    unknown = find_unknown(find_settings(files) if settings is None else settings)
 
     def item(name: str, parts: Parts) -> Item:
         left, tensors = dict(parts), parts.values()

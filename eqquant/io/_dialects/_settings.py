@@ -53,19 +53,9 @@ def weights_of_groups(settings: Mapping[str, object]) -> list[dict[str, object]]
     return [w for w in found if isinstance(w, dict)]
 
 
-def find_unknown(settings: Mapping[str, object], files: Files) -> str | None:
-    """Returns a setting that may change values and that no reader knows, or `None`.
-
-    Settings under the name of a layer are those of this layer.
-    """
+def find_unknown(settings: Mapping[str, object]) -> str | None:
+    """Returns a setting that may change values and that no reader knows, or `None`."""
     sparsity = settings.get("sparsity_config")
-    dense = {"sparsity_config"} if isinstance(sparsity, dict) and sparsity.get("format") == "dense" else set()
-    return next(
-        (
-            key
-            for part in (settings, *weights_of_groups(settings))
-            for key, value in part.items()
-            if value and key not in KNOWN | dense and "." not in key and f"{key}.weight" not in files.tensors
-        ),
-        None,
-    )
+    known = KNOWN | {"sparsity_config"} if isinstance(sparsity, dict) and sparsity.get("format") == "dense" else KNOWN
+    given = [*settings.items(), *(item for weights in weights_of_groups(settings) for item in weights.items())]
+    return next((key for key, value in given if value and key not in known), None)

@@ -58,7 +58,9 @@ def items(files: Files) -> dict[str, Item]:
         own = common.get(name.removesuffix(".weight"))
         return _item(parts, {**common, **own} if isinstance(own, dict) else common)
 
-    return read_items(files, group(files, _weights(files)), read, common)
+    layers = [own for own in common.values() if isinstance(own, dict)]
+    settings = {key: value for own in (common, *layers) for key, value in own.items() if not isinstance(value, dict)}
+    return read_items(files, group(files, _weights(files)), read, settings)
 
 
 def _item(parts: Parts, settings: Mapping[str, object]) -> Item:

@@ -70,7 +70,7 @@ def _item(about: Mapping[str, object], parts: Parts) -> Item:
         problem = f"eqquant does not read torchao's {kind}; it reads {', '.join(_KINDS)}"
         return unreadable_item(first, kind, problem)
     take = lambda part: parts.pop(f"_weight_{part}", None)
-    t, scale, zero = take("qdata"), take("_scale_e4m3" if kind == "NVFP4Tensor" else "scale"), take("zero_point")
+    t, scale = take("qdata"), take("_scale_e4m3" if kind == "NVFP4Tensor" else "scale")
     if t is None or scale is None or len(t.shape) != 2:
         first.fail(f"It must belong to a {kind} with `qdata` of two dimensions and scales. Got {names}.")
     dtype = _dtype(attributes)
@@ -82,6 +82,7 @@ def _item(about: Mapping[str, object], parts: Parts) -> Item:
         if not small and t.dtype not in ("U8", "F4"):
             t.fail(f"It must be U8, F4 or float8. Got {t.dtype}.")
         return microscaled_item(t, scale, MXFP8(float_kind(t)) if small else MXFP4(), dtype or "bfloat16", tiled)
+    zero = take("zero_point")
     if kind == "IntxUnpackedToInt8Tensor":
         return _few_bits(t, scale, zero, attributes, dtype)
     if kind == "Int4Tensor":

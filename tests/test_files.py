@@ -255,7 +255,7 @@ def test_odd_paths(tmp_path, path):
     for name in ("x" * 255, "model.pt"):  # the content of a file tells its layout
         eqq.save(tmp_path / name, tree)
         assert_equal_trees(eqq.load(tmp_path / name), tree)
-    with pytest.raises(ValueError, match="must be a file of tensors. Got .*, which is the name of an index"):
+    with pytest.raises(ValueError, match="must be a file of all tensors. Got .*, which is the name of an index"):
         eqq.save(index, tree)
     link, index = tmp_path / "link", tmp_path / "target" / index.name
     link.symlink_to(index.parent)

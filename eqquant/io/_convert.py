@@ -38,7 +38,7 @@ from ._llama_cpp import for_llama_cpp
 from ._load import nest
 from ._safetensors import write as write_safetensors
 from ._save import describe_tree, find_head, save, write_folder
-from ._write import check_layouts, CONFIG, describe_model, write, write_arrays, WriteOptions
+from ._write import check_layouts, CONFIG, describe_model, write_arrays, WriteOptions
 from ._writers import gguf
 
 
@@ -248,14 +248,14 @@ def _write(
     shard_nbytes: int | None,
     kept: Collection[str],
 ) -> None:
+    options = WriteOptions(shard_nbytes=shard_nbytes)
     if dialect == gguf.NAME:
         arrays, metadata = for_llama_cpp(source, arrays)
         stored = {row.name: row.stored_as for row in source.rows if source.dialect == gguf.NAME and row.name in kept}
         types = {glob.escape(name): kind for name, kind in stored.items() if kind in gguf.OTHER_TYPES}
-        write(path, arrays, dialect, metadata=metadata, types=types, shard_nbytes=shard_nbytes)
-        return
-    companions = _companions(source, path)
-    options = WriteOptions(config=source.config, shard_nbytes=shard_nbytes, companions=companions)
+        options = options._replace(metadata=metadata, types=types)
+    else:
+        options = options._replace(config=source.config, companions=_companions(source, path))
     write_arrays(path, arrays, dialect, options)
 
 

@@ -83,7 +83,7 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def is_called_by_method_of(cls: type) -> bool:
+def is_called_inside(cls: type) -> bool:
     """Returns whether a method of an instance of a class is on the stack."""
     return any(isinstance(f.f_locals.get("self"), cls) for f in _callers())
 
@@ -146,7 +146,7 @@ def bind_equation(equation: JaxprEqn, values: Sequence[ArrayLike]) -> list[Array
 
 
 def call_in_shard_map(f: Callable[..., list[Array]], values: Sequence[Array], params: dict[str, Any]) -> list[Array]:
-    """Calls a function of parts of arrays, with the parameters of the equation of a `shard_map`."""
+    """Calls a function of parts of arrays, as an equation of a `shard_map` does."""
     kept = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
     return list(jax.shard_map(lambda *parts: tuple(f(*parts)), axis_names=params["newly_manual_axes"], **kept)(*values))
 

@@ -1,5 +1,6 @@
 """`eqq.explain`: how a call uses each weight."""
 
+import contextlib
 import json
 
 import equinox as eqx
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import eqquant as eqq
 
@@ -107,6 +109,88 @@ def test_every_format(format):
     assert looked_up.roles == ("looked up",)
 
 
+def linear_call(q, x):
+    return jax.custom_derivatives.linear_call(lambda q, x: q @ x, lambda q, x: q.T @ x, q, x)
+
+
+def conjugate_gradients(q, x):
+    return jax.scipy.sparse.linalg.cg(lambda v: v + q @ v, x)[0]
+
+
+def custom_vmap(q, x):
+    multiply = jax.custom_batching.custom_vmap(lambda x: q @ x)
+    multiply.def_vmap(lambda size, batched, x: (x @ q.T, True))
+    return multiply(x)
+
+
+def loop(step, q, x, count=0):
+    """A loop whose carry holds the weight."""
+    return jax.lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, *step(*c[1:])), (count, q, x))[2]
+
+
+def shard_map(q, x):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(lambda q, x: q @ x, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)(q, x)
+
+
+def pure_callback(q, x):
+    return q @ x + jax.pure_callback(lambda codes: x, jax.ShapeDtypeStruct(x.shape, x.dtype), q.codes)
+
+
+step, dense_step = lambda q, x: (q, q @ x), lambda q, x: (q, q.dequantize() @ x)
+# Programs of a weight, or a stack of three, and a vector: they multiply packed, unless their names say "dense".
+PROGRAMS = {
+    "linear_call": linear_call,
+    "its transpose": lambda q, x: jax.linear_transpose(lambda x: linear_call(q, x), x)(x),
+    "its tangent": lambda q, x: jax.jvp(lambda x: linear_call(q, x), (x,), (x,)),
+    "linear solve": conjugate_gradients,
+    "linear solve, vmap": lambda q, x: jax.vmap(lambda x: conjugate_gradients(q, x))(jnp.stack([x, x])),
+    "linear solve, dense": lambda q, x: conjugate_gradients(q.dequantize(), x),
+    "custom_vmap": custom_vmap,
+    "loop, jit": lambda q, x: loop(jax.jit(step), q, x),
+    "loop, remat": lambda q, x: loop(jax.checkpoint(step), q, x),
+    "loop, dense": lambda q, x: loop(jax.jit(dense_step), q, x),
+    "loop, vmap": lambda q, x: jax.vmap(lambda n: loop(step, q, x, n))(jnp.arange(2)),
+    "loop, vmap, dense": lambda q, x: jax.vmap(lambda n: loop(dense_step, q, x, n))(jnp.arange(2)),
+    "branches": lambda q, x: jax.lax.cond(x[0] > 0, step, lambda q, x: (q, x), q, x)[0] @ x,
+    "error_if": lambda q, x: eqx.error_if(q, x[0] > 9, "large") @ x,
+    "device_put": lambda q, x: jax.device_put(q) @ x,
+    "select": lambda q, x: jax.tree.map(lambda a: jnp.where(x[0] > 0, a, a + 1), q) @ x,
+    "shard_map": shard_map,
+    "pure_callback": pure_callback,
+    "layer of a stack": lambda w, x: eqq.take_layer(w, jnp.argmax(x)) @ x,
+    "layer of a stack, dense": lambda w, x: w[jnp.argmax(x)] @ x,
+    "experts of a stack, dense": lambda w, x: w[x.astype(int)[:2]] @ x,
+    "row of a matrix": lambda q, x: q[jnp.argmax(x)] * 2,
+    "row of decoded floats, dense": lambda q, x: q.dequantize()[jnp.argmax(x)],
+}
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_verdicts_are_those_of_no_dense(name, format):
+    """And of the name: `explain` follows codes through every call, loop and solver to where they are decoded."""
+    w, x = eqq.quantize(weights(jr.key(0), (3, 64, 64) if "stack" in name else (64, 64)), format), jnp.ones(64)
+    [use] = eqq.explain(PROGRAMS[name], w, x).weights
+    assert ("decoded" in use.roles) == ("dense" in name), use
+    assert bool(use.remedy) == ("dense" in name) and ("row" in name or {"packed", "multiplied"} & {*use.roles})
+    with pytest.raises(RuntimeError, match="no whole weight") if "dense" in name else contextlib.nullcontext():
+        with eqq.no_dense():
+            jax.make_jaxpr(PROGRAMS[name])(w, x)
+
+
+def test_any_pytree():
+    """Float or quantized; the first tree is the model, and a lone array is data."""
+    x, w = jnp.ones((2, 64)), weights(jr.key(0), (64, 128))
+    for params, f in (({"w": w}, lambda p, x: x @ p["w"]), ([w, x[0]], lambda p, x: x @ p[0])):
+        rules = eqq.explain(f, params, x).rules("int8")
+        assert list(rules.values()) == [eqq.QuantConfig("int8", axis=-2)]
+        assert roles(eqq.explain(f, eqq.quantize_tree(params, rules), x)) == dict.fromkeys(rules, ("packed",))
+        assert eqq.explain(lambda x, *, p, f=f: f(p, x), x, p=params).rules("int8") == rules
+    jitted = eqq.explain(eqx.filter_jit(lambda p, x: x @ p["w"]), {"w": w}, x)  # a module without weights
+    assert roles(jitted) == {"w": ("multiplied",)}
+
+
 def test_names_tell_the_argument():
     model = eqx.nn.Linear(4, 4, key=jr.key(0))
     two = eqq.explain(lambda a, b, x: a(b(x)), model, model, jnp.ones(4))
@@ -146,7 +230,7 @@ def test_rules_follow_from_the_call():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="needs a model with weights.*Pass the model"):
+    with pytest.raises(ValueError, match="needs a tree with weights.*Pass the model"):
         eqq.explain(lambda x: x, jnp.ones((4, 4)))
     with pytest.raises(ValueError, match="contract|equal length"):
         eqq.explain(eqq.quantize_tree(eqx.nn.Linear(64, 64, key=jr.key(0)), "int8"), jnp.ones(63))
@@ -185,5 +269,7 @@ def test_inside_of_linear_solves():
         return lx.linear_solve(operator, x, lx.CG(rtol=1e-3, atol=1e-3)).value
 
     assert eqq.explain(solve, w, jnp.ones(64)).weights[0].roles == ("packed",)
+    for f in (jax.vmap(solve, (None, 0)), lambda w, b: jax.grad(lambda b: jax.vmap(solve, (None, 0))(w, b).sum())(b)):
+        assert eqq.explain(f, w, jnp.ones((2, 64))).weights[0].roles == ("packed",)
     dense = lambda w, x: lx.linear_solve(lx.MatrixLinearOperator(w.dequantize()), x).value
     assert "decoded" in eqq.explain(dense, w, jnp.ones(64)).weights[0].roles

@@ -34,6 +34,22 @@ def test_no_parameters(setting):
         optim.update(grads, state)
 
 
+@pytest.mark.parametrize("wrapper", ["float_masters", "train_only"])
+def test_multi_steps_outside(setting, wrapper):
+    """It would add up codes; nothing of ours runs where its own pytrees differ."""
+    wrap = {
+        "float_masters": eqq.float_masters,
+        "train_only": lambda o: eqq.train_only(o, eqq.trainable_mask(setting[0])),
+    }
+    params = eqx.filter(setting[0], eqx.is_array)
+    outside = optax.MultiSteps(wrap[wrapper](optax.sgd(lr)), 2)
+    with pytest.raises(
+        ValueError, match=rf"`optax.MultiSteps` must be inside.*Write `eqq.{wrapper}\(optax.MultiSteps\("
+    ):
+        outside.init(params)
+    wrap[wrapper](optax.MultiSteps(optax.sgd(lr), 2)).init(params)
+
+
 def test_gradients_of_equinox(setting):
     model, optim, state, _ = setting
     grads = eqx.filter_jit(eqx.filter_grad(loss))(model, jnp.ones((2, 20)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant._training.residuals import _find_divisors, residual_nbytes
+from eqquant._training.residuals import _find_divisors
 
 from .helpers import weights
 
@@ -106,11 +106,18 @@ def test_what_a_backward_pass_divides_by():
         assert not finds(f)
 
 
+def residual_nbytes(f, x):
+    """The bytes that a function saves for its backward pass, besides its argument and the arrays that it closes over."""
+    jaxpr = jax.make_jaxpr(lambda x: jax.tree.leaves(jax.vjp(f, x)[1]))(x).jaxpr
+    known = {*jaxpr.invars, *jaxpr.constvars}
+    saved = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal) and v not in known}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in saved)
+
+
 def test_saved_bytes(getkey):
     block, x = Block(getkey()), weights(getkey(), (24, 32))
     count = lambda f: residual_nbytes(f, x)
     in_float = count(block)
-    assert residual_nbytes(block, jax.ShapeDtypeStruct(x.shape, x.dtype)) == in_float
     assert count(eqq.checkpoint_quantized(block)) < 0.35 * in_float
     assert count(eqq.checkpoint_quantized(block, "int4")) < 0.25 * in_float
     rows = 24 * (32 + 4)  # codes and a scale of each row

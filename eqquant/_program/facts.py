@@ -21,7 +21,7 @@ class Parameter:
 
 
 class Scales(Parameter):
-    """The fact that a value holds scales or zero points of a quantized weight, or some that the data selects."""
+    """The fact that a value holds scales or zero points of a quantized weight, or a selection."""
 
 
 Fact: TypeAlias = View | Concatenated | type[Data] | type[Parameter]

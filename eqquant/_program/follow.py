@@ -115,7 +115,10 @@ def _expand(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
 
 
 def _elementwise(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    """Masks, scales or casts values. The result is a view unless it depends on data; codes stay codes."""
+    """Masks, scales or casts values. The result is a view unless it depends on data.
+
+    Codes stay codes of the weight, also where a loop or an update chooses between two.
+    """
     others_are_data = any(fact is Data for fact in facts)
     shape = _compat.result_shape(equation)
     codes = [f for f, x in zip(facts, values, strict=True) if is_codes(f) and jnp.shape(x) == shape]

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from .. import _compat
-from .facts import AbstractRun, combine_facts, Data, Fact, is_codes, Parameter, Result
+from .facts import AbstractRun, combine_facts, Data, Fact, is_codes, Parameter, Result, Scales
 from .views import Concatenated, Digit, View
 
 
@@ -24,9 +24,10 @@ def run_call(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fact
 def run_implementation(
     run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]
 ) -> Result | None:
-    """Runs an operation that is a function of others, as `custom_linear_solve` and many primitives of Equinox are.
+    """Runs an operation that is a function of others, such as `custom_linear_solve`.
 
-    Returns `None` for one that is not: its implementation is itself, or cannot be traced.
+    Many primitives of Equinox and lineax are. Returns `None` for one that is not: its implementation is itself, or
+    cannot be traced.
     """
     operation = lambda *values: equation.primitive.impl(*values, **equation.params)
     try:
@@ -42,7 +43,7 @@ def run_implementation(
 
 
 def run_shard_map(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    """Runs a function of the parts of arrays. Which part of a weight a device has is not followed."""
+    """Runs a function of parts of arrays. Which part a device has is not followed."""
     jaxpr, consts = _compat.inner_jaxpr(equation)
     unknown = lambda fact: fact._replace(axes=(None,) * len(fact.axes), fixed=()) if isinstance(fact, View) else fact
     parts = [Data if isinstance(fact, Concatenated) else unknown(fact) for fact in facts]
@@ -110,13 +111,12 @@ def run_while(run: AbstractRun, equation: JaxprEqn, values: Sequence[Array], fac
 def _carry_facts(body: Jaxpr, before: int, carried: Sequence[Fact]) -> list[Fact]:
     """Returns the facts about the carry of a loop.
 
-    A value that the body returns unchanged keeps its fact, and codes stay codes of the weight. Another changed value
-    depends on data.
+    A value that the body returns unchanged keeps its fact, and codes and scales stay those of the weight. Another
+    changed value depends on data.
     """
     inner = body.invars[before : before + len(carried)]
-    changes = [
-        out is not var and not is_codes(fact) for out, var, fact in zip(body.outvars, inner, carried, strict=False)
-    ]
+    keeps = lambda fact: is_codes(fact) or fact is Scales
+    changes = [out is not var and not keeps(fact) for out, var, fact in zip(body.outvars, inner, carried, strict=False)]
     return [Data if change else fact for fact, change in zip(carried, changes, strict=True)]
 
 

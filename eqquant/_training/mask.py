@@ -111,8 +111,8 @@ def check_no_multi_steps(wrapper: str, params: PyTree) -> None:
     import optax
 
     quantized = any(map(is_quantized, jtu.tree_leaves(params, is_leaf=is_quantized)))
-    if quantized and _compat.is_called_by_method_of(optax.MultiSteps):
+    if quantized and _compat.is_called_inside(optax.MultiSteps):
         raise ValueError(
-            f"`optax.MultiSteps` must be inside `{wrapper}`, to add up gradients and not codes. Got it outside. Write "
-            f"`eqq.{wrapper}(optax.MultiSteps(optimizer, n), ...)`."
+            f"`optax.MultiSteps` must be inside `{wrapper}`, to add up gradients and not codes. Got it outside. "
+            f"Write `eqq.{wrapper}(optax.MultiSteps(optimizer, n), ...)`."
         )

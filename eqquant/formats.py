@@ -1,4 +1,4 @@
-"""Every format: those of `eqquant` itself, those of GGUF files and of MLX, and trellis codes."""
+"""Every format: also those of GGUF files and of MLX, and trellis codes."""
 
 from ._formats import (
     Binary as Binary,

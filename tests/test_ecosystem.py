@@ -64,9 +64,8 @@ def check(names, title):
             names["net"].apply(names["variables"], x)
         assert names["grads"]["params"]["layers_0"]["kernel"].shape == (64, 64)
     elif title == "Flax NNX":
-        found = {
-            w.path.split(".")[0]: w.roles for w in eqq.explain(names["forward"], names["state"], x).weights if w.format
-        }
+        uses = [use for use in eqq.explain(names["forward"], names["state"], x).weights if use.format]
+        found = {use.path.split(".")[0]: use.roles for use in uses}
         assert found == dict.fromkeys(("key", "out", "query", "value"), ("packed",))
         dense = names["nnx"].merge(names["graph"], eqq.dequantize_tree(names["state"]))
         np.testing.assert_allclose(np.asarray(names["y"]), np.asarray(dense(x)), rtol=1e-5, atol=1e-5)

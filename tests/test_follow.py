@@ -54,10 +54,8 @@ def _loop(w, x):
 
 def _loop_until(w, row):
     """Each row of a batch says itself when to stop: here, after one step."""
-    start = jnp.where(row[0] > 0, 0, 1)
-    return lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 1, c[1], w @ row), (start, start + 1, jnp.zeros(8)))[
-        2
-    ]
+    n = jnp.where(row[0] > 0, 0, 1)
+    return lax.while_loop(lambda c: c[0] < c[1], lambda c: (c[0] + 1, c[1], w @ row), (n, n + 1, jnp.zeros(8)))[2]
 
 
 # Each multiplies w(8, 12) by the rows of x(7, 12).

@@ -107,7 +107,7 @@ def test_what_a_backward_pass_divides_by():
 
 
 def residual_nbytes(f, x):
-    """The bytes that a function saves for its backward pass, besides its argument and the arrays that it closes over."""
+    """The bytes that a function saves for its backward pass, besides its argument and what it closes over."""
     jaxpr = jax.make_jaxpr(lambda x: jax.tree.leaves(jax.vjp(f, x)[1]))(x).jaxpr
     known = {*jaxpr.invars, *jaxpr.constvars}
     saved = {v for v in jaxpr.outvars if not isinstance(v, jax.extend.core.Literal) and v not in known}

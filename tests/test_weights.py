@@ -73,7 +73,7 @@ def test_a_tree_of_small_leaves_is_not_quantized():
     tree = {"w": jnp.ones((64, 2), jnp.bfloat16)}
     with pytest.warns(
         UserWarning,
-        match=r"Nothing is quantized.*eight values.*`where=`.*w: too few values share a scale: 2, of at least 8",
+        match=r"Nothing is quantized.*eight values.*`where=`.*w: too few values share a scale: 2",
     ):
         assert eqq.quantize_tree(tree, "nf4")["w"] is tree["w"]
 

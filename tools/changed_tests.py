@@ -142,7 +142,8 @@ TESTS = {
     "_wrappers/simulated": "test_simulate.py --every 5",
     "_wrappers/permuted": """test_checkpoints.py test_permuted_files.py test_wrappers_in_numpy.py
         -k 'act_order or permuted'""",
-    "_wrappers": "test_wrappers_in_numpy.py test_wrappers.py test_own_wrapper.py test_mapped.py test_rules.py --every 5",
+    "_wrappers": """test_wrappers_in_numpy.py test_wrappers.py test_own_wrapper.py test_mapped.py test_rules.py
+        --every 5""",
     "_array/contraction": "test_matmul.py test_rules.py test_operators.py --every 5",
     "_array/serialize": "test_serialize.py",
     "_array/sharding": "test_sharding.py --every 5",

@@ -44,8 +44,7 @@ def _quantized_nbytes(x: jax.ShapeDtypeStruct, format: AbstractFormat, axes: tup
 def few_values_reason(x: DenseArray, axes: tuple[int, ...]) -> str | None:
     """Returns why the values along the quantized axes are too few to share a scale, or `None`."""
     length = math.prod(x.shape[a] for a in axes)
-    few = length < _MIN_VALUES_PER_SCALE
-    return f"too few values share a scale: {length}, of at least {_MIN_VALUES_PER_SCALE}" if few else None
+    return f"too few values share a scale: {length}" if length < _MIN_VALUES_PER_SCALE else None
 
 
 def no_smaller_reason(x: DenseArray, format: AbstractFormat, axes: tuple[int, ...]) -> str | None:

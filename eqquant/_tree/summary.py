@@ -27,7 +27,8 @@ from .weights import default_skip_reason, ineligible_reason, input_axis
 def summary(tree: PyTree) -> TreeReport:
     """Returns a report of a tree: the format, bytes and bits per value of each array.
 
-    For arrays in float it tells the reason.
+    For arrays in float it tells the reason, as [`eqquant.plan_tree`][] does: `left out by the call` if a rule, `where=`
+    or `axis=` decided it.
 
     !!! Example
 
@@ -67,8 +68,10 @@ def _float_reason(leaf: Leaf, formats: Collection[AbstractFormat]) -> str:
     axes = as_axes(input_axis(leaf)[0])
     if not formats:
         return few_values_reason(leaf.value, axes) or "nothing is quantized yet"
-    reasons = list(filter(None, (no_smaller_reason(leaf.value, format, axes) for format in formats)))
-    return reasons[0] if len(reasons) == len(formats) else "not chosen by the rules, `where` or `axis` of the call"
+    reasons = [no_smaller_reason(leaf.value, format, axes) for format in formats]
+    if None in reasons:
+        return "left out by the call"
+    return reasons[0]
 
 
 def _is_row(x: PyTree) -> bool:

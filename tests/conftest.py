@@ -40,7 +40,7 @@ NOTE = pytest.StashKey[str]()
 TESTS = it.count()
 
 # How many cases run of what changed; a long one counts as several.
-ROOM, LONG = 2500, 10
+ROOM, LONG = 2000, 10
 
 
 def pytest_addoption(parser):

@@ -124,20 +124,20 @@ def crop(item: Item, size: StoredTensor | None) -> Item:
     entry, shape = item.entry, tuple(int(n) for n in size.array())
     if shape == entry.shape:
         return item
-    whole = any(n < 1 or n > most for n, most in zip(shape, entry.shape, strict=True))
-    if whole or len(shape) != 2 or entry.order is not None or entry.format is None:
+    outside = any(n < 1 or n > most for n, most in zip(shape, entry.shape, strict=True))
+    if outside or len(shape) != 2 or entry.order is not None or entry.format is None:
         size.fail(f"It must be the shape of the weight, or of two dimensions without padding. Got {list(shape)}.")
     out, length = shape
     blocks = num_blocks(length, entry.format.block_size)
 
-    def cut(x: np.ndarray | Nested | None) -> np.ndarray | Nested | None:
-        return Nested(x.codes[:out, :blocks], x.scale[:out]) if isinstance(x, Nested) else x[:out, :blocks]
-
     def load() -> Unpacked:
         found = item.load()
-        codes = lambda start, stop: found.codes(start, stop)[:, :length]
+        if not isinstance(found, Unpacked):
+            raise TypeError(f"Only parts of a weight can be cut. Got {found!r}.")
+        codes, x = lambda start, stop: found.codes(start, stop)[:, :length], found.scale
+        scale = Nested(x.codes[:out, :blocks], x.scale[:out]) if isinstance(x, Nested) else x[:out, :blocks]
         zero = None if found.zero_point is None else found.zero_point[:out, :blocks]
-        return found._replace(codes=codes, scale=cut(found.scale), zero_point=zero)
+        return found._replace(codes=codes, scale=scale, zero_point=zero)
 
     return dataclasses.replace(item, entry=dataclasses.replace(entry, shape=shape), load=load)
 
@@ -215,8 +215,9 @@ def _read_outer(t: StoredTensor | None, batch: list[int], divides: bool) -> np.n
     if t is None:
         return np.ones((*batch, 1), np.float32)
     scales = t.array().reshape(-1)
-    if not np.isfinite(scales).all() or (divides and not scales.all()):
-        t.fail(f"Got {scales[~np.isfinite(scales) | (scales == 0)][0]} as the scale of the tensor.")
+    wrong = scales[~np.isfinite(scales) | (divides & (scales == 0))]
+    if wrong.size:
+        t.fail(f"Got {wrong[0]} as the scale of the tensor.")
     with np.errstate(over="ignore"):
         scales = 1 / scales if divides else scales
     each = scales if scales.size == 1 else scales.reshape(*batch[:-1], 1, 1)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
-from eqquant.io import _atomic, _safetensors, _save
+from eqquant.io import _atomic, _files, _safetensors, _save
 
 
 @pytest.fixture
@@ -123,6 +123,9 @@ def test_other_processes_read_and_write_at_the_same_time(tmp_path, monkeypatch):
     run_during_next_call(monkeypatch, os, "fsync", lambda: save(folder, 5.0))  # when all files are written
     save(folder, 6.0)
     assert read_values(folder) == {6.0} and len(list(folder.iterdir())) == 3
+    run_during_next_call(monkeypatch, _files, "_list_files", lambda: save(folder, 7.0))  # its shards are no others
+    save(folder, 8.0)
+    assert read_values(folder) == {8.0} and len(list(folder.iterdir())) == 3
 
 
 def test_another_process_makes_the_folder(tmp_path, monkeypatch):

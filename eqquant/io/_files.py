@@ -97,9 +97,9 @@ def check_place(path: Path, head: str | None = None) -> list[Path]:
         raise ValueError(f"`path` must be a folder, which gets {head} and other files. Got {path}. Name another.")
     if not path.is_dir():
         return []
-    shards = list(path.glob("model-?????-of-?????-????????.safetensors")) if head == INDEX else []
-    others = [p.name for p in _list_files(path, *_WEIGHTS, _INDEX) if p.name != head and p not in shards]
-    if others:
+    there = [p for p in _list_files(path, *_WEIGHTS, _INDEX) if p.name != head]
+    shards = [p for p in there if head == INDEX and p.match("model-?????-of-?????-????????.safetensors")]
+    if others := [p.name for p in there if p not in shards]:
         raise ValueError(
             f"{path} must hold no other weights, which would be read instead. Got {abbreviate_list(others)}. Name "
             "another folder, or remove them."

@@ -39,7 +39,7 @@ def draw_errors(errors: Mapping[str, float]) -> Figure:
     axes.invert_yaxis()
     axes.tick_params(labelsize=7)
     axes.set_xlabel("relative error (L2)")
-    return cast("Figure", axes.figure)  # of no other figure
+    return cast("Figure", axes.figure)
 
 
 class Progress:

@@ -69,9 +69,7 @@ def _float_reason(leaf: Leaf, formats: Collection[AbstractFormat]) -> str:
     if not formats:
         return few_values_reason(leaf.value, axes) or "nothing is quantized yet"
     reasons = [no_smaller_reason(leaf.value, format, axes) for format in formats]
-    if None in reasons:
-        return "left out by the call"
-    return reasons[0]
+    return next((reason for reason in reasons if reason is not None and None not in reasons), "left out by the call")
 
 
 def _is_row(x: PyTree) -> bool:

@@ -1,15 +1,18 @@
 """Types for signatures, where type checkers need another one than the checks at run time."""
 
-from typing import Any, BinaryIO, TYPE_CHECKING, TypeAlias
+from typing import Any, BinaryIO, TYPE_CHECKING, TypeAlias, TypeVar
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 
+# A model that a function returns with other leaves.
+Model = TypeVar("Model")
+
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar
+    import typing_extensions
 
     # jaxtyping and JAX hide theirs from type checkers.
-    _Leaf = TypeVar("_Leaf", default=Any)
+    _Leaf = typing_extensions.TypeVar("_Leaf", default=Any)
     PyTree: TypeAlias = _Leaf | Any
     PyTreeDef: TypeAlias = Any
     BinaryFile: TypeAlias = BinaryIO

@@ -25,7 +25,7 @@ from typing_extensions import TypeVar
 from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
 from .._numerics.axes import as_axes, as_axis, logical_order
-from .._types import PyTree, ShardingLike
+from .._types import ShardingLike
 from .codes import AbstractCodes, check_leaves, is_in_order, row_length
 from .contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .dense import allow_dense, check_dense
@@ -338,7 +338,7 @@ def _index_rank(index: Index) -> int:
     return np.ndim(index) if dtype is not None and dtype == bool else 1  # pyright: ignore[reportArgumentType]
 
 
-def is_quantized(x: PyTree) -> bool:
+def is_quantized(x: object) -> bool:
     """Returns whether `x` is a [`eqquant.QuantizedArray`][]. Pass it as `is_leaf`.
 
     !!! Example

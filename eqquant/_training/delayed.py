@@ -136,7 +136,7 @@ def delayed_scaling(
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _is_node(x: PyTree) -> bool:
+def _is_node(x: object) -> bool:
     return isinstance(x, LowPrecisionArray)
 
 

@@ -23,7 +23,7 @@ from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .._tree.batches import Apply, as_apply
 from .._tree.leaves import abbreviate_list, float_leaves, Leaf, named_leaves, replace_leaves
 from .._tree.weights import place_reason
-from .._types import PyTree
+from .._types import Model, PyTree
 
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _LEVELS_PER_UNIT = 10.0
 
 
 def distill(
-    model: PyTree,
+    model: Model,
     float_model: PyTree,
     batches: Iterable[PyTree],
     *,
@@ -48,7 +48,7 @@ def distill(
     patience: int = 3,
     optimizer: "optax.GradientTransformation | None" = None,
     progress: bool = True,
-) -> PyTree:
+) -> Model:
     """Returns a quantized model, trained to match the outputs of the float model.
 
     Trains the scales of quantized arrays, biases and the parameters of normalization layers; with `train="codes"` the
@@ -103,7 +103,7 @@ def distill(
 
 
 def distill_blocks(
-    model: PyTree,
+    model: Model,
     float_model: PyTree,
     batches: Iterable[PyTree],
     blocks: Sequence[tuple[Callable[[PyTree], PyTree], Apply]],
@@ -116,7 +116,7 @@ def distill_blocks(
     optimizer: "optax.GradientTransformation | None" = None,
     after_each: Callable[[PyTree], object] | None = None,
     progress: bool = True,
-) -> PyTree:
+) -> Model:
     """Returns a quantized model, trained as by [`eqquant.distill`][], one block at a time.
 
     Each block learns to match the outputs of the same block of the float model, given the outputs of the trained blocks
@@ -254,7 +254,7 @@ class _Trainer:
         )
 
 
-def _replace_trained(model: PyTree, values: Sequence[PyTree]) -> PyTree:
+def _replace_trained(model: Model, values: Sequence[PyTree]) -> Model:
     """Returns a model with the values that are not `None` in the place of its leaves."""
     leaves = jtu.tree_leaves(model, is_leaf=is_quantized)
     return replace_leaves(model, [x if value is None else value for x, value in zip(leaves, values, strict=True)])

@@ -15,7 +15,7 @@ from .._types import PyTree
 from .mask import trainable_mask
 
 
-FilterSpec = PyTree[bool | Callable[[PyTree], bool]]
+FilterSpec = PyTree[bool | Callable[[object], bool]]
 
 
 def filter_value_and_grad(

@@ -36,7 +36,7 @@ from .._tree.select import (
     widen_rules,
 )
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding, part_reason
-from .._types import PyTree
+from .._types import Model, PyTree
 from .._wrappers.base import AbstractWrapper
 from .._wrappers.lora import LoraArray
 from .._wrappers.low_precision import LowPrecisionArray
@@ -62,13 +62,13 @@ _BY_PATH = 'Write ranks by path: `rank={"*.attention.*": 8, "head": None}`.'
     lora_dropout="It drops nothing: put a dropout layer into the model.",
 )
 def loraify(
-    model: PyTree,
+    model: Model,
     rank: Ranks = 8,
     alpha: float | int = 16,
     *,
     where: Where | None = None,
     key: PRNGKeyArray,
-) -> PyTree:
+) -> Model:
     r"""Returns a model with trainable low-rank factors (LoRA) beside frozen weights.
 
     The model keeps its class. Each weight $W$ becomes a [`eqquant.arrays.LoraArray`][], with the value $W +
@@ -176,7 +176,7 @@ def _make_default_skip(model: PyTree) -> Callable[[Leaf], str | None]:
     return skip
 
 
-def merge_lora(model: PyTree, *, dense: bool = False, method: MethodLike | None = None) -> PyTree:
+def merge_lora(model: Model, *, dense: bool = False, method: MethodLike | None = None) -> Model:
     """Returns a model with low-rank factors merged into their weights.
 
     The inverse of [`eqquant.loraify`][].

@@ -11,7 +11,7 @@ from .._tree.leaves import key_name, Leaf
 from .._tree.placement import current_sharding, replicated_sharding
 from .._tree.select import check_selected, replace_selected, select_leaves, Where
 from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding, part_reason
-from .._types import PyTree
+from .._types import Model
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.lora import LoraArray
 from .._wrappers.low_precision import LowPrecisionArray
@@ -19,14 +19,14 @@ from .._wrappers.simulated import FakeQuantizedArray
 
 
 def low_precision_training(
-    model: PyTree,
+    model: Model,
     forward: AbstractFormat | str = "int8",
     gradient: AbstractFormat | str | None = None,
     *,
     where: Where | None = None,
     stochastic: bool = True,
     delayed: bool = False,
-) -> PyTree:
+) -> Model:
     r"""Returns a model whose products run in low precision, forward and backward.
 
     The weights stay floats, and train as before, in any loop: the optimizer changes these floats. But each of the three

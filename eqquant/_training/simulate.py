@@ -8,12 +8,12 @@ from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import check_finite
 from .._tree.leaves import Leaf
 from .._tree.select import replace_selected, select_nodes
-from .._types import PyTree
+from .._types import Model
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.simulated import FakeQuantizedArray
 
 
-def finalize(tree: PyTree) -> PyTree:
+def finalize(tree: Model) -> Model:
     """Returns a tree with every fake-quantized array quantized: the end of QAT.
 
     Each [`eqquant.arrays.FakeQuantizedArray`][] becomes the [`eqquant.QuantizedArray`][] that it simulates, with its

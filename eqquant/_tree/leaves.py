@@ -99,7 +99,7 @@ class Leaf:
             yield "", self.nodes[0]
 
 
-def named_leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] = is_quantized) -> Iterator[Leaf]:
+def named_leaves(tree: PyTree, is_leaf: Callable[[object], bool] = is_quantized) -> Iterator[Leaf]:
     """Yields the leaves in order, with names such as `layers.0.weight`.
 
     If two leaves would have the same name, as in `{"a.b": x, "a": {"b": y}}`, their names are their key paths:
@@ -112,19 +112,19 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] = is_quantized)
         yield Leaf(name if count[name] == 1 else jtu.keystr(keys), value, keys, nodes)
 
 
-def float_leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] = is_quantized) -> dict[str, PyTree]:
+def float_leaves(tree: PyTree, is_leaf: Callable[[object], bool] = is_quantized) -> dict[str, PyTree]:
     """Returns the leaves of the float model, in order, by their paths in it."""
     leaves = named_leaves(tree, is_leaf)
     return {path: leaf.value for leaf in leaves if (path := leaf.float_path) is not None}
 
 
-def replace_leaves(tree: PyTree, values: Iterable[PyTree], is_leaf: Callable[[PyTree], bool] = is_quantized) -> PyTree:
+def replace_leaves(tree: PyTree, values: Iterable[PyTree], is_leaf: Callable[[object], bool] = is_quantized) -> PyTree:
     """Returns a tree with its leaves replaced, in the order of `named_leaves`."""
     return jtu.tree_unflatten(jtu.tree_structure(tree, is_leaf=is_leaf), values)
 
 
 def _walk(
-    node: PyTree, is_leaf: Callable[[PyTree], bool], keys: KeyPath = (), nodes: tuple[PyTree, ...] = ()
+    node: PyTree, is_leaf: Callable[[object], bool], keys: KeyPath = (), nodes: tuple[PyTree, ...] = ()
 ) -> Iterator[tuple[KeyPath, tuple[PyTree, ...], PyTree]]:
     for key, child in [((), node)] if is_leaf(node) else _children(node):
         if key == ():
@@ -160,7 +160,7 @@ def is_mapped(leaf: Leaf) -> bool:
     return isinstance(leaf.parent, AbstractMappedArray) and key_name(leaf.keys[-1]) == "array"
 
 
-def identity_key(x: PyTree) -> Hashable:
+def identity_key(x: object) -> Hashable:
     """Returns a key that is equal for the same array in two places, quantized or not.
 
     It is valid while the tree is alive.

@@ -156,7 +156,7 @@ def _current_shardings(x: PyTree) -> PyTree:
     return jtu.tree_unflatten(jtu.tree_structure(x), known)
 
 
-def current_sharding(x: PyTree) -> NamedSharding | None:
+def current_sharding(x: object) -> NamedSharding | None:
     """Returns the sharding of an array on a mesh; `None` for any other array and for a tracer."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
@@ -167,5 +167,5 @@ def replicated_sharding(sharding: Sharding | None) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
 
-def _is_array(x: PyTree) -> bool:
+def _is_array(x: object) -> bool:
     return is_quantized(x) or isinstance(x, DenseArray)

@@ -8,7 +8,6 @@ import re
 
 import equinox as eqx
 
-from .._types import PyTree
 from .leaves import key_name, Leaf
 
 
@@ -76,7 +75,7 @@ def _find_state(leaf: Leaf) -> str | None:
     return f"state, in a `{type(holders[0]).__name__}`" if holders else None
 
 
-def _is_optax_state(node: PyTree) -> bool:
+def _is_optax_state(node: object) -> bool:
     return type(node).__module__.split(".")[0] == "optax" and type(node).__name__.endswith("State")
 
 
@@ -105,7 +104,7 @@ def _is_norm_parameter(leaf: Leaf) -> bool:
     return any(_is_norm_layer(node) or (has_norm_name and _is_norm_name(name)) for name, node in leaf.ancestors())
 
 
-def _is_norm_layer(node: PyTree) -> bool:
+def _is_norm_layer(node: object) -> bool:
     name = type(node).__name__
     return name.endswith("Norm") and _NO_NORM.search(name.lower()) is None
 

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from .._array.array import is_quantized
-from .._types import PyTree
+from .._types import Model, PyTree
 from .leaves import abbreviate_list, identity_key, Leaf, named_leaves, replace_leaves
 from .weights import default_skip_reason, ineligible_reason
 
@@ -36,7 +36,7 @@ def select_leaves(
     ineligible: Callable[[Leaf], str | None] = lambda leaf: ineligible_reason(leaf.value),
     skip: Callable[[Leaf], str | None] = default_skip_reason,
     kind: str = "floating point arrays",
-    is_leaf: Callable[[PyTree], bool] = is_quantized,
+    is_leaf: Callable[[object], bool] = is_quantized,
 ) -> list[Selection]:
     """Returns for each leaf of a tree, in order, whether it is selected.
 
@@ -59,7 +59,7 @@ def select_leaves(
     return selections
 
 
-def find_named(tree: PyTree, where: Where | None, is_leaf: Callable[[PyTree], bool] = is_quantized) -> list[bool]:
+def find_named(tree: PyTree, where: Where | None, is_leaf: Callable[[object], bool] = is_quantized) -> list[bool]:
     """Returns for each leaf, in order, whether `where` selects the leaf itself, not a node."""
     if where is None:
         return [False for _ in named_leaves(tree, is_leaf)]
@@ -67,12 +67,12 @@ def find_named(tree: PyTree, where: Where | None, is_leaf: Callable[[PyTree], bo
 
 
 def replace_selected(
-    tree: PyTree,
+    tree: Model,
     selections: Sequence[Selection],
     replace: Callable[[Leaf], PyTree],
-    is_leaf: Callable[[PyTree], bool] = is_quantized,
+    is_leaf: Callable[[object], bool] = is_quantized,
     group_key: Callable[[Leaf], Hashable] = lambda leaf: identity_key(leaf.value),
-) -> PyTree:
+) -> Model:
     """Returns the tree with the selected leaves replaced. A shared array stays shared."""
     done: dict[Hashable, PyTree] = {}
     values = []
@@ -83,7 +83,7 @@ def replace_selected(
     return replace_leaves(tree, values, is_leaf)
 
 
-def select_nodes(tree: PyTree, is_node: Callable[[PyTree], bool]) -> list[Selection]:
+def select_nodes(tree: PyTree, is_node: Callable[[object], bool]) -> list[Selection]:
     """Selects the nodes of a tree for which `is_node` holds."""
     return [Selection(leaf, None if is_node(leaf.value) else "another") for leaf in named_leaves(tree, is_node)]
 
@@ -102,7 +102,7 @@ def show_refusals(selections: Sequence[Selection]) -> str:
     return abbreviate_list(f"{leaf.path}: {reason}" for leaf, reason in selections) or "none"
 
 
-def _mark_leaves(tree: PyTree, where: Where, is_leaf: Callable[[PyTree], bool]) -> list[Literal["leaf", "node"] | None]:
+def _mark_leaves(tree: PyTree, where: Where, is_leaf: Callable[[object], bool]) -> list[Literal["leaf", "node"] | None]:
     """Returns whether `where` selects each leaf itself, a node above it, or neither."""
     unmarked = jtu.tree_map(lambda _: _Mark(None), tree, is_leaf=is_leaf)
     mark = lambda node: jtu.tree_map(lambda _: _Mark("leaf" if isinstance(node, _Mark) else "node"), node)

@@ -386,7 +386,7 @@ def quantize_candidate(w: Candidate, config: QuantConfig) -> QuantizedArray:
         raise ValueError(f"{path}: {e}") from None
 
 
-def check_batch(batch: PyTree) -> None:
+def check_batch(batch: object) -> None:
     """Raises for a batch without examples."""
     arrays = [x for x in jtu.tree_leaves(batch) if isinstance(x, (jax.Array, np.ndarray))]
     if not arrays or any(x.size == 0 for x in arrays):

@@ -27,7 +27,7 @@ from .._tree.missing import join_errors, warn_of_unused
 from .._tree.progress import show_progress
 from .._tree.quantize import add_activations, quantize_leaf
 from .._tree.select import Where
-from .._types import PyTree
+from .._types import Model, PyTree
 from .._wrappers.activation import ActivationQuantizedArray, with_weight
 from ._collect import explain_unseen, is_weight, make_stats, multiply_mapped, observe_batches
 from ._dataflow import find_places, Place
@@ -46,7 +46,7 @@ class _Stage(NamedTuple):
 
 
 def quantize_sequentially(
-    model: PyTree,
+    model: Model,
     batches: Iterable[PyTree],
     format: FormatRules = "nf4",
     method: AbstractMethod | None = None,
@@ -59,7 +59,7 @@ def quantize_sequentially(
     after_each: Callable[[PyTree], object] | None = None,
     progress: bool = False,
     activations: AbstractFormat | str | Mapping | None = None,
-) -> PyTree:
+) -> Model:
     r"""Quantizes the weights of a model in the order in which it uses them.
 
     [`eqquant.quantize_tree`][] with [`eqquant.GPTQ`][] uses the statistics of the float model. This function collects

@@ -16,7 +16,7 @@ from .._tree.batches import Apply, as_apply, as_batches
 from .._tree.leaves import abbreviate_list, DenseArray, replace_leaves
 from .._tree.select import select_leaves, Selection, Where
 from .._tree.weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
-from .._types import PyTree
+from .._types import Model, PyTree
 from .._wrappers.mapped import AbstractMappedArray, reshape_along_axis
 from ._folds import Weights
 
@@ -49,14 +49,14 @@ def select_weights(model: PyTree, where: Where | None, axis: int | None) -> tupl
 
 
 def change_model(
-    model: PyTree,
+    model: Model,
     weights: Weights,
     entries: Sequence[FoldChanges],
     wrap: Mapping[int, Callable[[DenseArray], AbstractMappedArray]],
     batches: Iterable[PyTree] | None,
     apply: Apply | None,
     remedy: str,
-) -> PyTree:
+) -> Model:
     """Returns the model with all changes, and with some weights in wrappers.
 
     `wrap` returns the wrapper of each, which transforms the other operand of a product. Raises if a leaf that changes

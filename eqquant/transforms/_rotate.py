@@ -12,14 +12,14 @@ from .._numerics import hadamard
 from .._tree.batches import Apply
 from .._tree.leaves import abbreviate_list, DenseArray
 from .._tree.select import Selection, Where
-from .._types import PyTree
+from .._types import Model, PyTree
 from .._wrappers.rotated import RotatedArray
 from ._change import Change, change_model, FoldChanges, multiply_inputs, select_weights
 from ._folds import find_folds, find_stream, Fold, ResidualStream, Rotations, Stream, Weights
 
 
 def rotate(
-    model: PyTree,
+    model: Model,
     *,
     fold: Rotations | None = None,
     where: Where | None = None,
@@ -28,7 +28,7 @@ def rotate(
     online: bool = True,
     batches: Iterable[PyTree] | None = None,
     apply: Apply | None = None,
-) -> PyTree:
+) -> Model:
     r"""Returns a model with the inputs of weights rotated by a randomized Hadamard transform.
 
     After it no input and no weight is far larger than the others. Call it before you quantize.

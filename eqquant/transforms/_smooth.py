@@ -23,7 +23,7 @@ from .._tree.batches import Apply
 from .._tree.leaves import DenseArray
 from .._tree.missing import join_errors, warn_of_unused
 from .._tree.select import show_refusals, Where
-from .._types import PyTree
+from .._types import Model, PyTree
 from .._wrappers.scaled import ScaledArray
 from ._change import change_model, divide_outputs, FoldChanges, multiply_inputs, select_weights
 from ._folds import find_folds, Folds, Weights
@@ -225,7 +225,7 @@ def compute_scaled_error(
 
 
 def smooth(
-    model: PyTree,
+    model: Model,
     method: AbstractSmoothing,
     *,
     fold: Folds | None = None,
@@ -234,7 +234,7 @@ def smooth(
     online: bool = True,
     batches: Iterable[PyTree] | None = None,
     apply: Apply | None = None,
-) -> PyTree:
+) -> Model:
     """Returns an equivalent model with weights scaled per input channel, to quantize better.
 
     Multiplies the weights of each input channel by a factor, and divides the inputs by it. Call it before you quantize.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from .._numerics.batching import Index, map_chunks, report_row, vmap_leading
 from .._types import PyTree
 from .statistics import Inputs, LeafStats, statistic
 
+
+_Found = TypeVar("_Found")
 
 # How many columns are rounded one by one before one product corrects the rest, as the lazy batches of GPTQ.
 WIDTH = 128
@@ -42,22 +45,22 @@ def check_gram(inputs: Inputs, gram: Array | np.ndarray | None, damping: float |
 
 
 def map_layers(
-    prepare: Callable[..., PyTree],
-    function: Callable[..., PyTree],
+    prepare: Callable[..., object],
+    function: Callable[..., _Found],
     grams: Sequence[Float32[Array, "*stack _ _"]],
     chunk: int | None,
     *arrays: PyTree,
-) -> PyTree:
+) -> _Found:
     """Returns `function(prepare(*grams), *arrays)` for each layer, a chunk of rows at a time.
 
     The arrays are `(*stack, *batch, length)`. The function takes and returns them transposed, `(length, rows)`, so that
     a column is contiguous.
     """
 
-    def compute(grams: Sequence[Array], *arrays: PyTree) -> PyTree:
+    def compute(grams: Sequence[Array], *arrays: PyTree) -> _Found:
         prepared, count = prepare(*grams), math.prod(arrays[0].shape[:-1])
 
-        def compute_rows(first: Index, *arrays: PyTree) -> PyTree:
+        def compute_rows(first: Index, *arrays: PyTree) -> _Found:
             report_row(first, count)
             *batch, _ = arrays[0].shape
             found = function(prepared, *jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]).T, arrays))

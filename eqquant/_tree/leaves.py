@@ -139,7 +139,7 @@ def _children(node: PyTree) -> list[tuple[KeyPath, PyTree]]:
     return [(key, child) for key, child in children if child is not None]
 
 
-def _is_wrapper(node: PyTree, key: Hashable) -> bool:
+def _is_wrapper(node: object, key: Hashable) -> bool:
     """Whether a node wraps one array: a Flax `Variable`, a haliax `NamedArray`, or our wrapper."""
     if isinstance(node, AbstractWrapper):
         return key_name(key) == "array"

@@ -124,7 +124,10 @@ def find_weights(files: Files, *anchors: str) -> list[str]:
 
 
 def group(files: Files, weights: Iterable[str]) -> dict[str, Parts]:
-    """Returns the tensors of each weight under their names beside `weight`: each of `PARTS`, and all of `P.weight*`."""
+    """Returns the tensors of each weight, by their names beside `weight`.
+
+    They are those of `PARTS`, and all whose names begin with `L.weight`.
+    """
     tensors, others = files.tensors, dict[str, dict[str, StoredTensor]]()
     for name, t in tensors.items():
         layer, found, rest = f".{name}".rpartition(".weight")

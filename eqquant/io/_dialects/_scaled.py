@@ -117,7 +117,10 @@ def scaled_item(
 
 
 def crop(item: Item, size: StoredTensor | None) -> Item:
-    """Returns a weight of two dimensions without the padding of rows and columns: of the shape that `size` holds."""
+    """Cuts the padding of rows and columns off a weight of two dimensions.
+
+    `size` holds the shape without them.
+    """
     if size is None or item.problem is not None:
         return item
     expect(size, ("I64",), (len(item.entry.shape),))

@@ -1,4 +1,4 @@
-"""The settings of quantization in `config.json`: which of them are known, so that no other one is passed over."""
+"""The settings of quantization in `config.json`, and which of them are known."""
 
 from collections.abc import Mapping
 

@@ -1,6 +1,6 @@
-"""Reads weights that stand beside their scales, as compressed-tensors (vLLM, llm-compressor) and others store them.
+"""Reads weights beside their scales, as compressed-tensors and others store them.
 
-See https://github.com/vllm-project/compressed-tensors.
+See https://github.com/vllm-project/compressed-tensors (vLLM, llm-compressor).
 
     pack-quantized         P_packed int32 (out, ceil(in * bits / 32)): codes plus 2**(bits - 1), the first in the low
                            bits, without gaps between words; P_scale (out, groups); P_shape int64 (2,); optionally
@@ -202,7 +202,10 @@ def _scaled(t: StoredTensor, scale: StoredTensor, parts: Parts, settings: _Setti
 
 
 def _check_comfy(parts: Parts) -> None:
-    """Raises for another layout of ComfyUI, which stores scales of NVFP4 in tiles and rotates some weights."""
+    """Raises unless a weight of ComfyUI is stored by rows.
+
+    It stores NVFP4 in tiles, and rotates some weights.
+    """
     if (t := parts.pop("comfy_quant", None)) is not None:
         about = parse_json(t.bytes()[:_MAX_COMFY].tobytes(), t.file, repr(t.name))
         others = [key for key, value in about.items() if value and key not in ("format", "full_precision_matrix_mult")]

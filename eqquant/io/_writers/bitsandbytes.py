@@ -2,8 +2,9 @@
 
     4 bits   P, P.absmax, P.quant_map, P.quant_state.bitsandbytes__nf4 or __fp4
              scales that are quantized themselves, where blocks of them fit: also P.nested_absmax, P.nested_quant_map
-    8 bits   layer.weight, layer.SCB: LLM.int8 rows. SCB is the scale times 127, rounded to float32: so values are equal
-             up to rounding, as they are for bitsandbytes, which multiplies by a rounded 1 / 127
+    8 bits   layer.weight, layer.SCB, layer.weight_format of 0: LLM.int8 rows. SCB is the scale times 127, rounded to
+             float32: so values are equal up to rounding, as they are for bitsandbytes, which multiplies by a rounded
+             1 / 127
 
 Blocks follow each other over the ends of rows there, so rows must consist of whole blocks, or be one row. The table of
 nested scales is our own: it stands in the file, and bitsandbytes uses the one that it finds.
@@ -115,6 +116,7 @@ def _int8(name: str, q: QuantizedArray) -> WrittenArray:
     tensors = (
         NewTensor(name, "I8", q.shape, lambda: (unpack_rows(q) ^ np.uint8(128)).view(np.int8)),
         as_tensor(f"{name.removesuffix('.weight')}.SCB", absmax),
+        as_tensor(f"{name}_format", np.array(0, np.uint8)),
     )
     return WrittenArray(tensors, {"kind": "int8", "nested": False})
 

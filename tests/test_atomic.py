@@ -58,8 +58,8 @@ def die_at(monkeypatch, call, error):
     Returns the calls so far.
     """
     calls = []
-    of_paths = ((Path, "unlink"), (Path, "open"), (Path, "mkdir"))
-    for owner, name in ((os, "replace"), (os, "fsync"), (tempfile, "mkdtemp"), (shutil, "rmtree"), *of_paths):
+    methods = ((Path, "unlink"), (Path, "open"), (Path, "mkdir"))
+    for owner, name in ((os, "replace"), (os, "fsync"), (tempfile, "mkdtemp"), (shutil, "rmtree"), *methods):
         original = getattr(owner, name)
 
         def counted(*args, _original=original, _name=name, **kwargs):

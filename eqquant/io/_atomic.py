@@ -19,9 +19,9 @@ _END = ".eqquant.tmp"
 
 @contextlib.contextmanager
 def replace(path: Path, head: str | None = None, claim: Callable[[], Iterable[Path]] = tuple) -> Iterator[Path]:
-    """Yields where to write the file, or with `head` the folder, that moves to `path` if the body raises nothing.
+    """Yields where to write what moves to `path` if the body raises nothing.
 
-    A folder that exists keeps its other files.
+    That is a file, or with `head` a folder. A folder that exists keeps its other files.
 
     - `head`: the file of a folder that a reader opens first. It moves last.
     - `claim`: raises if `path` must not be written, or returns the files that the new ones replace. It is called at the
@@ -56,9 +56,9 @@ def replace(path: Path, head: str | None = None, claim: Callable[[], Iterable[Pa
 
 @contextlib.contextmanager
 def make_scratch(path: Path) -> Iterator[Path]:
-    """Makes a hidden folder in the folder `path`, or beside the file, and removes it at the end.
+    """Makes a hidden folder, and removes it at the end.
 
-    A process that is killed leaves it. The next one that writes `path` finds it unlocked, and removes it.
+    It lies in the folder `path`, or beside the file. A process that is killed leaves it. The next one that writes `path` finds it unlocked, and removes it.
     """
     real = Path(os.path.realpath(path))
     where, start = real if real.is_dir() else real.parent, f".{real.name[:50]}."
@@ -84,9 +84,9 @@ def make_scratch(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _lock(folder: Path, wait: bool = True) -> Iterator[int | None]:
-    """Locks a folder, and yields its handle. A system unlocks it when the process ends.
+    """Locks a folder, and yields its handle.
 
-    Yields `None` if another process holds it, or where the system locks no folders: Windows, some network file systems.
+    A system unlocks it when the process ends. Yields `None` if another process holds it, or where the system locks no folders: Windows, some network file systems.
     """
     if sys.platform == "win32":
         yield None
@@ -112,7 +112,7 @@ def _move(new: Path, path: Path) -> None:
 
 
 def _move_all(new: Path, folder: Path, head: str) -> None:
-    """Moves all files of a folder into another, `head` last. If one cannot move, none does."""
+    """Moves all files of a folder into another, or none, `head` last."""
     names = sorted((p.name for p in new.iterdir()), key=lambda name: name == head)
     old = Path(tempfile.mkdtemp(dir=new.parent))
     try:

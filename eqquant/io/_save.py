@@ -170,7 +170,7 @@ def write_folder(
     head_metadata: Mapping[str, str] = MappingProxyType({}),
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Writes tensors into a folder: one file, or shards and their index, which replace older ones.
+    """Writes tensors into a folder, as one file, or as shards and their index.
 
     - `metadata`: of each file.
     - `head_metadata`: of the one file, or of the index.

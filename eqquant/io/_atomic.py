@@ -58,7 +58,8 @@ def replace(path: Path, head: str | None = None, claim: Callable[[], Iterable[Pa
 def make_scratch(path: Path) -> Iterator[Path]:
     """Makes a hidden folder, and removes it at the end.
 
-    It lies in the folder `path`, or beside the file. A process that is killed leaves it. The next one that writes `path` finds it unlocked, and removes it.
+    It lies in the folder `path`, or beside the file. A process that is killed leaves it, and the next one that writes
+    `path` finds it unlocked, and removes it.
     """
     real = Path(os.path.realpath(path))
     where, start = real if real.is_dir() else real.parent, f".{real.name[:50]}."
@@ -86,7 +87,8 @@ def make_scratch(path: Path) -> Iterator[Path]:
 def _lock(folder: Path, wait: bool = True) -> Iterator[int | None]:
     """Locks a folder, and yields its handle.
 
-    A system unlocks it when the process ends. Yields `None` if another process holds it, or where the system locks no folders: Windows, some network file systems.
+    A system unlocks it when the process ends. Yields `None` if another process holds it, or where the system locks no
+    folders: Windows, some network file systems.
     """
     if sys.platform == "win32":
         yield None

@@ -193,7 +193,7 @@ def write_folder(
 
 
 def find_head(shard_nbytes: int | None, is_folder: bool) -> str | None:
-    """Returns the file that a reader opens first in a folder, or `None` if there is one file and no folder."""
+    """Returns the file of a folder that a reader opens first, or `None` for no folder."""
     if shard_nbytes is None:
         return FILE if is_folder else None
     if isinstance(shard_nbytes, bool | str) or not shard_nbytes >= 1:

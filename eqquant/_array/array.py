@@ -10,7 +10,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Sequence
-from typing import Any, Generic, Self
+from typing import Any, Generic
 
 import jax
 import jax.core
@@ -259,7 +259,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         w = self if self.axis == -1 else dataclasses.replace(self, axis=-1)
         return bind_matmul(x, w, options, transpose=self.axis == -2)
 
-    def move(self, spec: Move, *others: Self) -> AbstractArrayValue:
+    def move(self, spec: Move, *others: "QuantizedArray") -> AbstractArrayValue:
         if spec.move_codes is not None:
             return spec.move_codes(self, *others)
         quantized = [axis % self.ndim for axis in as_axes(self.axis)]

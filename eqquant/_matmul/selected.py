@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -115,7 +115,7 @@ class SelectedArray(AbstractArrayValue):
         w = dataclasses.replace(self, stack=dataclasses.replace(self.stack, axis=-1))
         return bind_matmul(x, w, options, transpose=self.stack.axis == -2)
 
-    def move(self, spec: Move, *others: Self) -> AbstractArrayValue:
+    def move(self, spec: Move, *others: "SelectedArray") -> AbstractArrayValue:
         return self.gather().move(spec, *(other.gather() for other in others))
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:

@@ -1,8 +1,7 @@
 """Base classes of arrays that wrap another array."""
 
 import abc
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Collection, Sequence
 
 import equinox as eqx
 import jax
@@ -13,6 +12,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from .._array.moves import Axes, CannotMove, Move
 from .._array.value import AbstractArrayValue, Index, move
+from .._errors import name_type
 from .._formats.base import AbstractFormat
 from .._types import PyTree
 
@@ -115,12 +115,22 @@ class AbstractMatmulOverride(AbstractWrapper):
         """Returns dense values of the weight."""
         return self.array[index]
 
-    def move(self, spec: Move, *others: Self) -> AbstractWrapper:
+    def move(self, spec: Move, *others: "AbstractMatmulOverride") -> AbstractWrapper:
         return self._move_parts(spec, *others)
 
     @abc.abstractmethod
     def _rewrap(self, array: PyTree) -> Array | AbstractArrayValue:
         """Wraps another array alike, or returns that array itself if it cannot be wrapped."""
+
+
+def check_field(owner: object, name: str, leaf: Array, shapes: Collection[tuple[int, ...]], kind: type) -> None:
+    """Raises if a field of a wrapper does not fit its other fields: only some of them were changed."""
+    if tuple(leaf.shape) not in shapes or not jnp.issubdtype(leaf.dtype, kind):
+        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        raise ValueError(
+            f"`{name}` of {name_type(owner)} must be {kind.__name__}, of shape {expected}. Got {leaf.dtype} of shape "
+            f"{list(leaf.shape)}. Change all fields alike, as `jax.tree.map(lambda leaf: leaf[i], w)` does."
+        )
 
 
 def _broadcast_to_stack(leaf: Array, axes: Axes, shape: tuple[int, ...]) -> Array:

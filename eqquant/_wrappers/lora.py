@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -25,6 +25,7 @@ from .._array.contraction import (
 )
 from .._array.moves import Axes, CannotMove, Move
 from .._array.value import AbstractArrayValue, as_permutation, Index, move
+from .base import check_field
 
 
 class LoraArray(AbstractArrayValue):
@@ -82,8 +83,16 @@ class LoraArray(AbstractArrayValue):
     def scaling(self) -> float:
         return self.alpha / self.rank
 
+    def _check_fields(self) -> None:
+        *outer, rank = self.b.shape
+        inputs = self.shape[self.ndim - self.in_ndim :]
+        check_field(self, "base", self.base, ((*outer, *inputs),), jnp.floating)
+        check_field(self, "a", self.a, ((*outer[:-1], rank, *inputs),), jnp.floating)
+        check_field(self, "b", self.b, (self.b.shape,), jnp.floating)
+
     def dequantize(self) -> Float[Array, "..."]:
         """Returns the base plus the product of the factors, as a dense array."""
+        self._check_fields()
         base, delta = self._frozen_base(), self.delta()
         dense = base.dequantize() if isinstance(base, AbstractArrayValue) else base
         return dense + delta.astype(dense.dtype)
@@ -128,6 +137,7 @@ class LoraArray(AbstractArrayValue):
 
     def as_matrices(self, axes: MatrixAxes) -> "LoraArray":
         """For products: the base and the factors as matrices."""
+        self._check_fields()
         front = axes.shape(self.shape)[:-2]
         a, b = (leaf.reshape(*front, *leaf.shape[-2:]) for leaf in (self.a, self.b))
         if axes.columns != (self.ndim - 1,):
@@ -141,7 +151,7 @@ class LoraArray(AbstractArrayValue):
         low = product(product(as_floats(x).astype(y.dtype), self.a.mT.astype(y.dtype)), self.b.mT.astype(y.dtype))
         return y + self.scaling * low
 
-    def move(self, spec: Move, *others: Self) -> "LoraArray":
+    def move(self, spec: Move, *others: "LoraArray") -> "LoraArray":
         stack, loras = self.ndim - 1 - self.in_ndim, (self, *others)
         if any(lora.rank != self.rank for lora in others):
             raise CannotMove

@@ -19,7 +19,7 @@ from .._formats.base import AbstractFormat
 from .._formats.names import as_format
 from .._matmul.rounded import bind_rounded_matmul, GRADIENT_AMAX, Rounding, W_AMAX, X_AMAX
 from .._types import PyTree
-from .base import AbstractMatmulOverride
+from .base import AbstractMatmulOverride, check_field
 
 
 class LowPrecisionArray(AbstractMatmulOverride):
@@ -79,6 +79,7 @@ class LowPrecisionArray(AbstractMatmulOverride):
 
     def transpose(self, *axes: int | Sequence[int] | None) -> Array | AbstractArrayValue:
         """Permutes the logical axes of the weight."""
+        self._check_amax()
         order = as_permutation(axes, self.ndim)
         out = self._rewrap(self.array.transpose(order))
         return out if order[: self.ndim - 2] == list(range(self.ndim - 2)) else out._share_amax()  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,6 +92,11 @@ class LowPrecisionArray(AbstractMatmulOverride):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return array
         return dataclasses.replace(self, array=array)
+
+    def _check_amax(self) -> None:
+        if self.amax is not None:
+            stack = self.shape[: min(self.amax.ndim - 1, self.ndim - 2)]
+            check_field(self, "amax", self.amax, ((*stack, 3),), jnp.floating)
 
     def _share_amax(self) -> "LowPrecisionArray":
         """Returns the array with one delayed scale for all arrays of a stack."""
@@ -108,6 +114,7 @@ class LowPrecisionArray(AbstractMatmulOverride):
 
     def as_matrices(self, axes: MatrixAxes) -> "LowPrecisionArray":
         """For products: the weight as matrices."""
+        self._check_amax()
         out = self if len(axes.front) == self.constraints.stack else self._share_amax()
         if out.amax is not None and out.amax.ndim > 1:
             out = dataclasses.replace(out, amax=out.amax.reshape(*axes.shape(self.shape)[:-2], 3))

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from .._array.contraction import (
 )
 from .._array.moves import Axes, CannotMove, Move
 from .._array.value import as_permutation, Index
-from .base import AbstractWrapper
+from .base import AbstractWrapper, check_field
 
 
 class AbstractMappedArray(AbstractWrapper):
@@ -127,7 +127,7 @@ class AbstractMappedArray(AbstractWrapper):
             return linear(self.array, self.map_inputs(as_floats(x), -1), options)
         return self.map_back(linear(self.array, as_floats(x), options), -1)
 
-    def move(self, spec: Move, *others: Self) -> AbstractWrapper:
+    def move(self, spec: Move, *others: "AbstractMappedArray") -> AbstractWrapper:
         if self.axis % self.ndim in spec.changed_axes and not self.is_diagonal:
             raise CannotMove
         spec.check_last(self.ndim - 2, self.ndim - 1)
@@ -144,6 +144,13 @@ class AbstractMappedArray(AbstractWrapper):
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         return wl.TextDoc(f"{type(self).__name__}({wl.pformat(self.array)}, axis={self.axis})")
+
+
+def align(owner: AbstractMappedArray, name: str, x: Array, axis: int, kind: type) -> Array:
+    """Returns a field, a vector or a stack of them, in the shape that broadcasts along an axis of `x`."""
+    vector = getattr(owner, name)
+    check_field(owner, name, vector, ((x.shape[axis],), (*x.shape[:-2], x.shape[axis])), kind)
+    return reshape_along_axis(vector, x.ndim, axis)
 
 
 def reshape_along_axis(vector: Array, ndim: int, axis: int) -> Array:

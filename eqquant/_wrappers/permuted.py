@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, UInt32
 
 from .._array.array import QuantizedArray
 from .._types import PyTree
-from .mapped import AbstractMappedArray, reshape_along_axis
+from .mapped import AbstractMappedArray, align
 
 
 class PermutedArray(AbstractMappedArray):
@@ -36,17 +36,18 @@ class PermutedArray(AbstractMappedArray):
     axis: int = eqx.field(static=True, default=-1)
 
     def map_inputs(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        return _gather(x, self.order, axis)
+        order = align(self, "order", x, axis, jnp.unsignedinteger)
+        return _gather(x, order, axis)
 
     def map_back(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        return _gather(x, jnp.argsort(self.order, axis=-1), axis)
+        order = align(self, "order", x, axis, jnp.unsignedinteger)
+        return _gather(x, jnp.argsort(order, axis), axis)
 
 
 def _gather(x: Array, order: Array, axis: int) -> Array:
-    if order.ndim == 1:
-        return jnp.take(x, order, axis)
-    # An order for each array of a stack.
-    return jnp.take_along_axis(x, reshape_along_axis(order, x.ndim, axis), axis)
+    if order.size == order.shape[axis]:
+        return jnp.take(x, order.reshape(-1), axis)
+    return jnp.take_along_axis(x, order, axis)  # an order for each array of a stack
 
 
 def wrap_permuted(q: QuantizedArray, order: np.ndarray | None) -> "QuantizedArray | PermutedArray":

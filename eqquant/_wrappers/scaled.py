@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._types import PyTree
-from .mapped import AbstractMappedArray, reshape_along_axis
+from .mapped import AbstractMappedArray, align
 
 
 class ScaledArray(AbstractMappedArray):
@@ -39,7 +39,7 @@ class ScaledArray(AbstractMappedArray):
     axis: int = eqx.field(static=True, default=-1)
 
     def map_inputs(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-        scale = reshape_along_axis(self.scale, x.ndim, axis)
+        scale = align(self, "scale", x, axis, jnp.floating)
         with jax.numpy_dtype_promotion("standard"):
             wide = jnp.promote_types(x.dtype, scale.dtype)  # all values would share the rounding error of a scale
         return (x.astype(wide) * scale.astype(wide)).astype(x.dtype)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -27,6 +27,8 @@ from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
 from .._methods.names import as_method, MethodLike
 from .._numerics.axes import as_axes, as_axis, logical_order, memory_order
+from .._numerics.blocks import num_blocks
+from .base import check_field
 from .learned_scale import decode_learned_scale, ste_source
 
 
@@ -131,6 +133,11 @@ class FakeQuantizedArray(AbstractArrayValue):
     def quantized(self) -> QuantizedArray:
         """Quantizes the master. Gradients with respect to the result go to the master."""
         axes = as_axes(self.axis)
+        if self.scale_bits is not None and self.log_factor is not None:
+            rows = jax.eval_shape(lambda x: memory_order(x, axes), self.master).shape
+            shape = (*rows[:-1], num_blocks(rows[-1], self.format.block_size))
+            check_field(self, "scale_bits", self.scale_bits, (shape,), jnp.unsignedinteger)
+            check_field(self, "log_factor", self.log_factor, (shape,), jnp.floating)
         learned = None if self.scale_bits is None else decode_learned_scale(self.scale_bits, self.log_factor)
         method = self.method if learned is None else GivenScales(learned, None)
         q = quantize_array(jax.lax.stop_gradient(self.master), self.format, axes, self.logical_dtype, None, method)
@@ -168,7 +175,7 @@ class FakeQuantizedArray(AbstractArrayValue):
         """For products: the product of the quantized array."""
         return self.quantized().linear(x, options)
 
-    def move(self, spec: Move, *others: Self) -> AbstractArrayValue:
+    def move(self, spec: Move, *others: "FakeQuantizedArray") -> AbstractArrayValue:
         return self.quantized().move(spec, *(other.quantized() for other in others))
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:

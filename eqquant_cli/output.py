@@ -34,7 +34,7 @@ def draw_errors(errors: Mapping[str, float]) -> Figure:
     """Draws a bar for each array: its relative error."""
     from eqquant.analysis._plots import make_axes
 
-    axes = make_axes(None, (8, 1 + 0.2 * len(errors)))
+    axes = make_axes(None, (8.0, 1 + 0.2 * len(errors)))
     axes.barh(list(errors), list(errors.values()))
     axes.invert_yaxis()
     axes.tick_params(labelsize=7)

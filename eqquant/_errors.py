@@ -5,10 +5,11 @@ import functools as ft
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 
-F = TypeVar("F", bound=Callable)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 # Remedies for callers of Python functions. The command line has its own.
@@ -129,18 +130,20 @@ FORMAT_KEYWORDS = {
 }
 
 
-def suggest_keywords(**remedies: str | Callable[[Mapping[str, Any]], str]) -> Callable[[F], F]:
+def suggest_keywords(
+    **remedies: str | Callable[[Mapping[str, Any]], str],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Returns a decorator: an unknown keyword raises a `TypeError` with a suggestion.
 
     `remedies` maps keywords of other libraries to the advice that the error gives, or to a function that makes it from
     all keywords. For any other keyword, the error lists all arguments and suggests the nearest.
     """
 
-    def decorate(function: F) -> F:
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         known = [name for name, p in inspect.signature(function).parameters.items() if p.kind != p.VAR_KEYWORD]
 
         @ft.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             for name in kwargs:
                 if name not in known:
                     remedy = remedies.get(name)
@@ -149,6 +152,6 @@ def suggest_keywords(**remedies: str | Callable[[Mapping[str, Any]], str]) -> Ca
                     raise TypeError(f"`{function.__name__}` has no argument `{name}`. {remedy}")
             return function(*args, **kwargs)
 
-        return wrapper  # pyright: ignore[reportReturnType]
+        return wrapper
 
     return decorate

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -38,12 +38,12 @@ def register_export(cls: type[eqx.Module]) -> None:
         serialized_name=name,
         serialize_auxdata=lambda aux: _serialize(cls, aux),
         deserialize_auxdata=lambda data: _deserialize(cls, data),
-        from_children=lambda static, children: _build(cls, static, children),  # pyright: ignore[reportArgumentType]
+        from_children=lambda aux_data, children: _build(cls, aux_data, children),
     )
 
 
 def _list_fields(cls: type[eqx.Module], *, static: bool) -> list[str]:
-    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    fields = dataclasses.fields(cls)
     return [f.name for f in fields if bool(f.metadata.get("static", False)) == static]
 
 
@@ -72,10 +72,10 @@ def _deserialize(cls: type[eqx.Module], data: bytes) -> dict[str, object]:
     return {name: _from_json(value) for name, value in fields.items()}
 
 
-def _build(cls: type[eqx.Module], static: dict[str, object], children: Sequence[PyTree]) -> eqx.Module:
+def _build(cls: type[eqx.Module], static: Any, children: Sequence[PyTree]) -> eqx.Module:
     module = object.__new__(cls)  # children may be placeholders, which `__init__` refuses
     dynamic = dict(zip(_list_fields(cls, static=False), children, strict=True))
-    for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+    for field in dataclasses.fields(cls):
         value = (static | dynamic)[field.name]
         # The `repr` of formats leaves out fields that are the default object itself.
         same = type(value) is type(field.default) and value == field.default
@@ -99,11 +99,11 @@ def _to_json(cls: type[eqx.Module], name: str, value: object) -> Json:
     )
 
 
-def _from_json(value: Json) -> object:
+def _from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, stored),) = value.items()
     if kind == "dtype":
-        return jax.numpy.dtype(stored)  # pyright: ignore
-    items = tuple(_from_json(x) for x in stored)  # pyright: ignore
-    return PartitionSpec(*items) if kind == "spec" else items  # pyright: ignore
+        return jax.numpy.dtype(stored)
+    items = tuple(map(_from_json, stored))
+    return PartitionSpec(*items) if kind == "spec" else items

@@ -334,8 +334,7 @@ def _narrow(format_type: type[AbstractFormat]) -> type:
 
 def _index_rank(index: Index) -> int:
     """Returns how many axes one element of an index consumes."""
-    dtype = getattr(index, "dtype", None)
-    return np.ndim(index) if dtype is not None and dtype == bool else 1  # pyright: ignore[reportArgumentType]
+    return index.ndim if isinstance(index, (jax.Array, np.ndarray, np.generic)) and index.dtype == bool else 1
 
 
 def is_quantized(x: object) -> bool:

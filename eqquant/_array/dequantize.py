@@ -72,7 +72,9 @@ def as_stored(q: AbstractCodes) -> StoredWeight:
     (scale, row_scale), nested = split_row_scale(q), has_nested_scales(q.format)
 
     def bits_and_codes(x: _Scales) -> tuple[UInt[Array, "*batch blocks"], UInt8[Array, "*batch bytes"] | None]:
-        return (x.scale_bits, x.codes) if nested and isinstance(x, AbstractCodes) else (as_scale_bits(x), None)  # pyright: ignore[reportReturnType]
+        if nested and isinstance(x, AbstractCodes) and not isinstance(x.scale_bits, AbstractCodes):
+            return x.scale_bits, x.codes
+        return as_scale_bits(x), None
 
     scale_bits, scale_codes = bits_and_codes(scale)
     offset, offset_codes = (None, None) if q.offset_bits is None else bits_and_codes(q.offset_bits)

@@ -193,7 +193,7 @@ def quantize_array(
     # A loop over chunks would gather an array that is sharded.
     alone = isinstance(x, jax.Array) and actual is not None and len(actual.device_set) == 1 and on_mesh is None
     q = _quantize(x, format, method, key, axes, on_mesh, alone, is_watched())
-    return q if dtype is None else q.astype(dtype)  # pyright: ignore[reportReturnType]
+    return q if dtype is None else q.astype(dtype)
 
 
 @ft.partial(jax.jit, static_argnames=("axes", "sharding", "chunked", "watched"))
@@ -242,16 +242,17 @@ def _pack_array(
 ) -> QuantizedArray:
     """Returns the `QuantizedArray` of packed codes, and packs the codes of nested scales."""
 
-    def as_leaf(x: ScaleBits | None) -> Array | QuantizedArray | None:
+    def as_leaf(x: ScaleBits) -> Array | QuantizedArray:
         nested = format.scale_format
         if nested is None or not isinstance(x, EncodedRows):
             return x  # pyright: ignore[reportReturnType]
         packed = x._replace(codes=packing.pack(x.codes, nested.bits))
         return _pack_array(packed, nested, -1, x.codes.shape[-1:], jnp.dtype(jnp.float32))
 
-    codes, scale, offset = encoded.codes, as_leaf(encoded.scale), as_leaf(encoded.offset)
+    codes, scale = encoded.codes, as_leaf(encoded.scale)
+    offset = None if encoded.offset is None else as_leaf(encoded.offset)
     zero_point = None if encoded.zero_point is None else packing.pack(encoded.zero_point, format.bits)
-    return QuantizedArray(codes, scale, zero_point, format, axis, lengths, dtype, offset_bits=offset)  # pyright: ignore[reportArgumentType]
+    return QuantizedArray(codes, scale, zero_point, format, axis, lengths, dtype, offset_bits=offset)
 
 
 def requantize(

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._formats.base import AbstractFormat, segment_length
 from .._mesh import as_spec, explicit_mesh, full_spec, Names, names_in
 from .._numerics.axes import as_axes
-from .._numerics.blocks import num_blocks
+from .._numerics.blocks import block_length, num_blocks
 from .._types import PyTree
 from .codes import AbstractCodes, row_length
 
@@ -50,7 +50,7 @@ def leaf_specs(q: AbstractCodes, names: Sequence[Names], sizes: Mapping[str, int
 def mark_divided_leaves(q: AbstractCodes, parts: int) -> list[bool]:
     """Returns for each leaf whether it is divided along the quantized axis as the codes are."""
     blocks = num_blocks(row_length(q), q.block_size)
-    size = q.block_size if isinstance(q.block_size, int) else row_length(q)
+    size = block_length(q.block_size, row_length(q))
     scales = blocks > 1 and row_length(q) % parts == 0 and (row_length(q) // parts) % size == 0
 
     def divides_packed(format: AbstractFormat) -> bool:

@@ -81,10 +81,11 @@ class AbstractFormat(eqx.Module):
     """
 
     block_size: eqx.AbstractVar[BlockSize]
-    bits: AbstractClassVar[int]
-    if TYPE_CHECKING:
-        scale_dtype: ClassVar[ScaleDtype] = "float32"
+    if TYPE_CHECKING:  # a subclass may have fields of these names
+        bits: int = eqx.field(init=False)
+        scale_dtype: ScaleDtype = eqx.field(init=False)
     else:  # an annotation would put the field of a subclass before its block size
+        bits: AbstractClassVar[int]
         scale_dtype = "float32"
     scale_format: ClassVar["AbstractFormat | None"] = None
     multiplies_by_reciprocal: ClassVar[bool] = False

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import absmax, BlockSize, signed_absmax
+from .._numerics.scale_bits import ScaleDtype
 from .base import AbstractFormat, Blocks, check_stored_float, Scales, StoredFloat
 from .floating import FP8
 
@@ -206,7 +207,7 @@ class Codebook(AbstractCodebook):
 
     values: tuple[float, ...] = eqx.field(static=True)
     block_size: BlockSize = eqx.field(static=True, default=64)
-    scale_dtype: StoredFloat = eqx.field(static=True, default="float32")  # pyright: ignore
+    scale_dtype: ScaleDtype = eqx.field(static=True, default="float32")
 
     def __init__(
         self,
@@ -229,7 +230,7 @@ class Codebook(AbstractCodebook):
             )
         self.values = tuple(table.tolist())
         self.block_size = block_size
-        self.scale_dtype = scale_dtype  # pyright: ignore
+        self.scale_dtype = scale_dtype
 
     def __check_init__(self) -> None:
         check_stored_float(self)

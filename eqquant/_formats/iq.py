@@ -21,7 +21,7 @@ from jaxtyping import Array, Float32, Int32, UInt8
 from .._native.weight import Codec
 from .._numerics import packing
 from .._numerics.blocks import absmax, absmean, BlockSize
-from .._numerics.scale_bits import round_up_from_zero, ScaleDtype
+from .._numerics.scale_bits import round_up_from_zero
 from . import grids
 from .base import AbstractFormat, AbstractVectorFormat, Blocks, Scales, SEARCH_LIMIT
 from .grids import VectorGrid
@@ -35,10 +35,10 @@ _Parts: TypeAlias = "tuple[CodePart, ...]"
 class _Odd(AbstractFormat):
     """The format of scales: odd multiples of `unit`, times a float16 for each block of scales."""
 
-    bits: int = eqx.field(static=True)  # pyright: ignore
+    bits: int = eqx.field(static=True)
     block_size: BlockSize = eqx.field(static=True)
     unit: float = eqx.field(static=True)
-    scale_dtype: ClassVar[ScaleDtype] = "float16"
+    scale_dtype = "float16"
 
     def choose_scale(self, blocks: Blocks) -> Scales:
         largest = jnp.max(blocks, axis=-1, initial=0)
@@ -184,7 +184,8 @@ def _find_nearest(
     def error(vector: Float32[Array, " size"]) -> Float32[Array, " all"]:
         if each is None:
             return jnp.sum(jnp.square(vector)) - sum(vector[n] * twice[n] for n in range(len(vector)))
-        return sum(vector[n] * (vector[n] * each[n] - twice[n]) for n in range(len(vector)))  # pyright: ignore
+        terms = [vector[n] * (vector[n] * each[n] - twice[n]) for n in range(len(vector))]
+        return sum(terms[1:], terms[0])
 
     def step(best: tuple[Array, Array], tile: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
         index, least = best

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from .._native.weight import Codec, Layout, ScaleKind
-from .._numerics.blocks import num_blocks
+from .._numerics.blocks import block_length, num_blocks
 from .._numerics.constants import compute_now
 from .base import AbstractFormat, AbstractVectorFormat, has_offsets, has_zero_points, is_ours
 from .floating import FP8
@@ -15,10 +15,10 @@ from .floating import FP8
 @ft.lru_cache(256)
 def make_layout(format: AbstractFormat, length: int, decoded_scales: bool = False) -> Layout:
     """Returns the layout of rows of `length` codes in a format; its scales may be decoded."""
-    size = length if format.block_size in (None, "tensor") else format.block_size
+    size = block_length(format.block_size, length)
     kind, nested = None if decoded_scales else nested_scale_kind(format, length), None
     if kind is None and not decoded_scales and has_nested_scales(format):
-        nested = make_layout(format.scale_format, num_blocks(length, format.block_size))  # pyright: ignore[reportArgumentType]
+        nested = make_layout(format.scale_format, num_blocks(length, format.block_size))
     codec = _find_codec(format)
     return Layout(
         length,

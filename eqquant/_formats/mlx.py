@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import BlockSize, divide, ends
+from .._numerics.scale_bits import ScaleDtype
 from .base import AbstractOffsetFormat, Blocks, check_stored_float, Scales, StoredFloat
 
 
@@ -36,14 +37,14 @@ class MLX(AbstractOffsetFormat):
     - `scale_dtype`: the dtype of stored scales and offsets, `"float16"`, `"bfloat16"` or `"float32"`.
     """
 
-    bits: Literal[2, 3, 4, 5, 6, 8] = eqx.field(static=True, default=4)  # pyright: ignore
+    bits: int = eqx.field(static=True, default=4)
     block_size: BlockSize = eqx.field(static=True, default=64)
-    scale_dtype: StoredFloat = eqx.field(static=True, default="float16")  # pyright: ignore
+    scale_dtype: ScaleDtype = eqx.field(static=True, default="float16")
 
     def __init__(
         self, bits: Literal[2, 3, 4, 5, 6, 8] = 4, block_size: BlockSize = 64, scale_dtype: StoredFloat = "float16"
     ) -> None:
-        self.bits, self.block_size, self.scale_dtype = bits, block_size, scale_dtype  # pyright: ignore
+        self.bits, self.block_size, self.scale_dtype = bits, block_size, scale_dtype
 
     def __check_init__(self) -> None:
         check_stored_float(self)

@@ -68,7 +68,7 @@ def as_format(format: AbstractFormat | str, argument: str = "format") -> Abstrac
         remedy = _REMEDIES.get(plain, meant)
         raise ValueError(f"`{argument}` must be one of {', '.join(sorted(FORMATS))}. Got {format!r}. {remedy}".rstrip())
     try:
-        return cls(**fields)  # pyright: ignore[reportCallIssue]
+        return cls(**fields)
     except TypeError:
         raise ValueError(
             f"`{argument}` {format!r} has no defaults, so its name is not enough. Got {format!r}. Construct it: "

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float32, UInt8
 from .._native.weight import Codec
 from .._numerics import trellis
 from .._numerics.blocks import absmax, BlockSize, divide
+from .._numerics.scale_bits import ScaleDtype
 from .base import AbstractSequenceFormat, Blocks, check_stored_float, Scales, SEARCH_LIMIT, StoredFloat
 
 
@@ -53,13 +54,13 @@ class Trellis(AbstractSequenceFormat):
     - `scale_dtype`: the dtype of stored scales, `"bfloat16"`, `"float16"` or `"float32"`.
     """
 
-    bits: int = eqx.field(static=True)  # pyright: ignore
+    bits: int = eqx.field(static=True)
     block_size: BlockSize = eqx.field(static=True, default=None)
-    scale_dtype: StoredFloat = eqx.field(static=True, default="bfloat16")  # pyright: ignore
+    scale_dtype: ScaleDtype = eqx.field(static=True, default="bfloat16")
     segment = trellis.SEGMENT
 
     def __init__(self, bits: int, block_size: BlockSize = None, scale_dtype: StoredFloat = "bfloat16") -> None:
-        self.bits, self.block_size, self.scale_dtype = bits, block_size, scale_dtype  # pyright: ignore
+        self.bits, self.block_size, self.scale_dtype = bits, block_size, scale_dtype
 
     def __check_init__(self) -> None:
         check_stored_float(self)

@@ -88,7 +88,7 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
     as_operand = lambda a: a if isinstance(a, (AbstractArrayValue, jax.ShapeDtypeStruct)) else jnp.asarray(a)
     operands = as_operand(x), as_operand(w)
     try:
-        traced = jax.make_jaxpr(matmul)(*operands)
+        traced, result = jax.make_jaxpr(matmul, return_shape=True)(*operands)
     except (TypeError, ValueError) as e:
         weight = next(filter(is_quantized, jtu.tree_leaves(q, is_leaf=is_quantized)), q)
         if not isinstance(axes := getattr(weight, "axis", None), tuple):
@@ -103,7 +103,7 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
         axes = getattr(q, "axis", "")
         partial = f"the sum is over a part of the quantized axes {axes}, or copies of the other operand would be larger"
         why = "it has one dimension" if q.ndim < 2 else partial
-        shape, dtype = (math.prod(q.shape[:-1]), q.shape[-1]), traced.out_avals[0].dtype  # pyright: ignore
+        shape, dtype = (math.prod(q.shape[:-1]), q.shape[-1]), result.dtype
         problem = MatmulProblem(1, *shape, dtype, getattr(q, "format", None), False)  # pyright: ignore
         verdicts = {"dense": f"{why}: dequantize, then multiply"}
         return MatmulExplanation(problem, platform, "dense", verdicts, f"{dtype} x {dtype}")

@@ -43,7 +43,7 @@ class MatmulProblem(NamedTuple):
     @property
     def x_layout(self) -> Layout:
         """The layout of packed activations."""
-        return make_layout(self.activations, self.k)  # pyright: ignore[reportArgumentType]
+        return make_layout(self.activations, self.k)
 
 
 def describe_matmul(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray, UInt8
 
 from .._formats.base import AbstractFormat, AbstractSequenceFormat, Scales
 from .._numerics.batching import Index, report_row
-from .._numerics.blocks import dequantize_blocks, divide
+from .._numerics.blocks import block_length, dequantize_blocks, divide
 from .absmax import AbsMax
 from .base import AbstractMethod, AbstractScaleMethod
 from .choose import Rows, ZeroPoints
@@ -253,7 +253,7 @@ def _find_scalar_codes(
     width = min(WIDTH, length)
     steps = -(-length // width)
     padding = steps * width - length
-    size = format.block_size if isinstance(format.block_size, int) else length
+    size = block_length(format.block_size, length)
     # Columns of padding are zeros, and no other column depends on them.
     columns = jnp.pad(columns.astype(jnp.float32)[order], ((0, padding), (0, 0)))
     block_index = jnp.pad(order // size, (0, padding))
@@ -297,7 +297,7 @@ def _find_sequences(
     """
     (upper, _, live), columns = factor, columns.astype(jnp.float32)
     length, segment = len(columns), format.segment
-    size = format.block_size if isinstance(format.block_size, int) else length
+    size = block_length(format.block_size, length)
 
     def encode_columns(errors: Array, first: Index, count: int) -> tuple[Array, Array]:
         above = jax.lax.dynamic_slice_in_dim(upper, first, count, axis=1)

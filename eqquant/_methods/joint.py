@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32, PRNGKeyArray
 
 from .._formats.base import AbstractFormat, AbstractOffsetFormat, Blocks, has_offsets, round_to_levels, Scales
 from .._numerics.batching import Index, map_chunks
-from .._numerics.blocks import divide, num_blocks
+from .._numerics.blocks import block_length, divide, num_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
 from .choose import broadcast_weights, choose_by_weights, Rows, ZeroPoints
@@ -204,9 +204,9 @@ def _choose_nested(
     rows: Rows, weights: Rows, scale: Scales, offset: Scales | None, format: AbstractFormat, nested: AbstractFormat
 ) -> tuple[EncodedRows, EncodedRows | None]:
     """Returns stored scales and offsets near the given ones, of the least error found."""
-    block, share = format.block_size if isinstance(format.block_size, int) else rows.shape[-1], nested.block_size
-    blocks = num_blocks(rows.shape[-1], format.block_size)
-    count = math.ceil(blocks / share)  # pyright: ignore[reportOperatorIssue]
+    block, blocks = block_length(format.block_size, rows.shape[-1]), num_blocks(rows.shape[-1], format.block_size)
+    share = block_length(nested.block_size, blocks)
+    count = math.ceil(blocks / share)
     # Pad to whole groups; padding has no weight in the error.
     pad = lambda x, size: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
     grouped = lambda x, *shape: pad(x, count * math.prod(shape)).reshape(*x.shape[:-1], count, *shape)
@@ -232,7 +232,7 @@ def _choose_nested(
         return keep_better((parts, groups.errors(parts).sum(-1)), fitted, groups.errors(fitted).sum(-1))[0]
 
     parts = groups.clear_worse(jax.lax.fori_loop(0, _ROUNDS, improve, best[0]))
-    merge = lambda x: x.reshape(*x.shape[:-2], count * share)[..., :blocks]  # pyright: ignore[reportOperatorIssue]
+    merge = lambda x: x.reshape(*x.shape[:-2], count * share)[..., :blocks]
     scale_bits, *offset_bits = (EncodedRows(merge(c), scale_to_bits(outer, nested.scale_dtype)) for c, outer in parts)
     return scale_bits, offset_bits[0] if has_offsets(format) else None
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt8
 
 from .._formats.base import AbstractFormat
 from .._numerics.batching import Index
+from .._numerics.blocks import block_length
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
 from .choose import Rows
@@ -149,7 +150,7 @@ class _LeastSquares(eqx.Module):
 
     @property
     def _size(self) -> int:
-        return self.format.block_size if isinstance(self.format.block_size, int) else len(self.wanted)
+        return block_length(self.format.block_size, len(self.wanted))
 
     def _values(self, codes: Array, grid: Grid) -> Array:
         return decode_by(codes.T, jax.tree.map(jnp.transpose, grid), self.format).T

@@ -18,6 +18,11 @@ def num_blocks(length: int, block_size: BlockSize) -> int:
     return -(-length // block_size)
 
 
+def block_length(block_size: BlockSize, length: int) -> int:
+    """Returns how many of `length` values along an axis share a scale; all of them without blocks."""
+    return block_size if isinstance(block_size, int) else length
+
+
 def split_blocks(x: Float[Array, "*batch length"], block_size: BlockSize) -> list[Float[Array, "... blocks block"]]:
     """Cuts the last axis into blocks: the whole ones, and a shorter last one if any.
 

@@ -56,8 +56,8 @@ def _split(key: UInt32[Array, "1"], shape: Sequence[int]) -> UInt32[Array, "*sha
     return _hash_counters(_mix(~key), math.prod(shape)).reshape(*shape, 1)
 
 
-def _fold_in(key: UInt32[Array, "1"], data: Array) -> UInt32[Array, "1"]:
-    return _mix(key ^ _mix(data.astype(jnp.uint32) + _STEP))
+def _fold_in(key: UInt32[Array, "1"], data: Array | int) -> UInt32[Array, "1"]:
+    return _mix(key ^ _mix(jnp.asarray(data).astype(jnp.uint32) + _STEP))
 
 
 def _random_bits(key: UInt32[Array, "1"], bit_width: int, shape: Sequence[int]) -> UInt[Array, "*shape"]:
@@ -70,7 +70,7 @@ _IMPLEMENTATION = jax.extend.random.define_prng_impl(
     seed=_make_key,
     split=_split,
     random_bits=_random_bits,
-    fold_in=_fold_in,  # pyright: ignore[reportArgumentType]
+    fold_in=_fold_in,
     name="eqquant_hash",
     tag="eqh",
 )

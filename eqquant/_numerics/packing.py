@@ -15,6 +15,8 @@ Codes of another width are split into *parts* of these widths, the widest in the
     3 bits, one segment of 512 codes:   128 bytes of the low two bits, 64 bytes of the high bit
 """
 
+import functools as ft
+import operator
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -78,16 +80,16 @@ def unpack_plane(segments: UInt8[Array, "*batch slabs units unit"], plane: int, 
     - `segments`: the bytes of segments in slabs of 64, of which codes of one part have one; the axis is the third last.
     - `plane`: which of the `num_planes(bits)` planes.
     """
-    slab, done, codes = 0, 0, None
+    slab, done, parts = 0, 0, []
     for width in widths(bits):
         planes = 8 // width  # of a slab
         packed = segments[..., slab + plane // planes, :, :]
         start = width * (plane % planes)
         part = packed >> jnp.uint8(start) if start > 0 else packed
         part = part & jnp.uint8(2**width - 1) if start + width < 8 else part
-        codes = part if codes is None else codes | part << jnp.uint8(done)
+        parts.append(part << jnp.uint8(done) if done > 0 else part)
         slab, done = slab + num_planes(bits) // planes, done + width
-    return codes  # pyright: ignore[reportReturnType]
+    return ft.reduce(operator.or_, parts)
 
 
 def by_segments(function: Callable[[Array], Array], x: Array, count: int, size: int) -> Array:

@@ -245,7 +245,7 @@ def find_inputs(view: View, contracted: Sequence[int], lengths: Sequence[int], s
         return None
     strides = {axis: math.prod(shape[other] for other in axes if other > axis) for axis in axes}
     step = lambda digit: digit.stride * strides[digit.axis]
-    features = np.asarray(sum(int(digit.at) * step(digit) for digit in fixed))  # pyright: ignore[reportArgumentType]
+    features = np.asarray(sum(np.asarray(digit.at, int) * step(digit) for digit in fixed))
     for digit in digits:
         features = features[..., None] + np.asarray(digit.values) * step(digit)
     sizes = [math.prod(digit.size for digit in group or ()) for group in groups]

@@ -133,7 +133,7 @@ def delayed_scaling(
         steps = _fill_amax(steps, updates, {path: (new[path] - old[path]).astype(old[path].dtype) for path in observed})
         return steps, DelayedScalingState(histories, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _is_node(x: object) -> bool:

@@ -103,7 +103,7 @@ def train_only(optimizer: "optax.GradientTransformation", mask: PyTree[bool]) ->
         drop = lambda updates: jtu.tree_map(lambda _: None, updates, is_leaf=is_quantized)
         return jtu.tree_map(lambda selected, step: step if selected else drop(step), mask, updates), state
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def check_no_multi_steps(wrapper: str, params: PyTree) -> None:

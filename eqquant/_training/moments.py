@@ -19,6 +19,7 @@ from .._formats import Dynamic8
 from .._formats.base import AbstractFormat
 from .._formats.names import as_format
 from .._mesh import full_spec
+from .._numerics.blocks import block_length
 from .._tree.leaves import abbreviate_list
 from .._tree.placement import current_sharding
 from .._types import PyTree
@@ -100,7 +101,7 @@ def quantize_state(
 
     signed = as_format(format)
     has_unsigned = any(field.name == "signed" for field in dataclasses.fields(signed))
-    unsigned = dataclasses.replace(signed, signed=False) if has_unsigned else Dynamic8(signed=False)  # pyright: ignore[reportCallIssue]
+    unsigned = dataclasses.replace(signed, signed=False) if has_unsigned else Dynamic8(signed=False)
     inner = as_optimizer(optimizer)
 
     def quantize_fields(state: PyTree, float_fields: Collection[str] = ()) -> PyTree:
@@ -206,6 +207,6 @@ def _resolve_sharding(x: PyTree, format: AbstractFormat, axes: tuple[int, ...]) 
 
 def _block_axes(shape: tuple[int, ...], format: AbstractFormat) -> tuple[int, ...]:
     """Returns the smallest number of last axes that hold a whole block."""
-    block = format.block_size if isinstance(format.block_size, int) else 1
+    block = block_length(format.block_size, 1)
     n = next((n for n in range(1, len(shape)) if math.prod(shape[-n:]) >= block), len(shape))
     return tuple(range(-n, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools as ft
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.random as jr
@@ -34,6 +35,8 @@ from .select import Where
 from .sizes import dense_nbytes, quantize_struct
 from .summary import make_quantized_row, make_rows
 
+
+_Quantized = TypeVar("_Quantized", bound=QuantizedArray | FakeQuantizedArray)
 
 _REMEDIES = {
     **dict.fromkeys(
@@ -269,15 +272,15 @@ def quantize_leaf(decision: Decision, method: AbstractMethod, dtype: DTypeLike |
     method.check_weight(decision.leaf.path, decision.leaf.value)
     check_vectors(decision.format, method, None, decision.leaf.path)
     encode = ft.partial(quantize_array, key=None, method=method)
-    return _quantize_leaf(decision, encode, dtype, None)  # pyright: ignore[reportReturnType]
+    return _quantize_leaf(decision, encode, dtype, None)
 
 
 def _quantize_leaf(
     decision: Decision,
-    encode: Callable[..., QuantizedArray | FakeQuantizedArray],
+    encode: Callable[..., _Quantized],
     dtype: DTypeLike | None,
     sharding: NamedSharding | None,
-) -> QuantizedArray | FakeQuantizedArray:
+) -> _Quantized:
     leaf, encode = decision.leaf, ft.partial(encode, format=decision.format, axes=decision.axes, dtype=dtype)
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
         q = jax.eval_shape(encode, leaf.value)

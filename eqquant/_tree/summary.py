@@ -134,8 +134,8 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         if isinstance(x, AbstractMappedArray):
             inner = dequantize_tree(x.array)
             if not isinstance(inner, (jax.Array, np.ndarray)):  # low-rank factors stay separate
-                return dataclasses.replace(x, array=dequantize_tree(x.array, dtype))  # pyright: ignore[reportCallIssue]
-            x = dataclasses.replace(x, array=inner)  # pyright: ignore[reportCallIssue]
+                return dataclasses.replace(x, array=dequantize_tree(x.array, dtype))
+            x = dataclasses.replace(x, array=inner)
         return x.dequantize() if dtype is None else x.dequantize().astype(dtype)
 
     is_node = lambda x: _is_row(x) or isinstance(x, AbstractMappedArray)

@@ -170,7 +170,7 @@ def mapped_axis(leaf: Leaf, axis: int | None = None) -> int | None:
     if _no_inputs_reason(leaf) is not None:
         return None
     found = input_axis(leaf)[0] if axis is None else axis
-    return found if found in (-1, -2) else None  # pyright: ignore[reportReturnType]
+    return found if found in (-1, -2) else None
 
 
 def unmapped_reason(leaf: Leaf) -> str | None:

@@ -123,7 +123,9 @@ class AbstractMatmulOverride(AbstractWrapper):
         """Wraps another array alike, or returns that array itself if it cannot be wrapped."""
 
 
-def check_field(owner: object, name: str, leaf: Array, shapes: Collection[tuple[int, ...]], kind: type) -> None:
+def check_field(
+    owner: object, name: str, leaf: Array | AbstractArrayValue, shapes: Collection[tuple[int, ...]], kind: type
+) -> None:
     """Raises if a field of a wrapper does not fit its other fields: only some of them were changed."""
     if tuple(leaf.shape) not in shapes or not jnp.issubdtype(leaf.dtype, kind):
         expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))

@@ -23,7 +23,7 @@ from ._plots import Axes, draw_front
 # The default of `compare_formats`.
 FORMATS: tuple[AbstractFormat, ...] = (
     *(Int8(), Int8(symmetric=False), FP8(), FP8("e5m2"), MXFP8(), MXFP8("e5m2")),
-    *(Dynamic8(), Q8_0()),  # pyright: ignore[reportCallIssue]
+    *(Dynamic8(), Q8_0()),
     *(NF4(), NF4(double_quant=True), Int4(), Int4(symmetric=False), MXFP4(), NVFP4(), Q4_0()),
     *(Int2(), Int2(symmetric=False), Ternary(), Binary()),
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]
+    from matplotlib.axes import Axes
 else:
     Axes = Any  # Matplotlib may be missing
 
@@ -27,7 +27,7 @@ def make_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     if ax is not None:
         return ax
     try:
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+        from matplotlib.figure import Figure
     except ImportError as e:
         raise ImportError(
             "`plot` needs Matplotlib, which is not installed. Got no module named 'matplotlib'. Run "

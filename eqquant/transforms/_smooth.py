@@ -365,7 +365,8 @@ def _choose_factors(method: AbstractSmoothing, weights: Weights, consumers: Sequ
         for n, leaf in zip(consumers, leaves, strict=True)
     ]
     for leaf, other in zip(leaves, stats, strict=True):
-        if not np.allclose(other.second_moment, stats[0].second_moment, rtol=1e-3, atol=1e-12):  # pyright: ignore[reportArgumentType]
+        first, second = np.asarray(stats[0].second_moment), np.asarray(other.second_moment)
+        if not np.allclose(second, first, rtol=1e-3, atol=1e-12):
             raise ValueError(
                 f"The weights of a pair must be multiplied by the same inputs. Got others for {leaf.path} than "
                 f"for {leaves[0].path}. Give each its own pair, or none."

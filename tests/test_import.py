@@ -1,4 +1,4 @@
-"""`import eqquant` changes nothing outside of the library."""
+"""`import eqquant` replaces no attribute and no setting of others, and adds Quax rules only for our arrays."""
 
 import subprocess
 import sys
@@ -8,10 +8,11 @@ PACKAGES = "jax jaxlib equinox quax jaxtyping optax numpy plum beartype rich typ
 
 SETUP = f"""
 import sys, types, warnings
-import jax, equinox, quax, jaxtyping, optax, numpy, plum, beartype, rich, typing_extensions, wadler_lindig
+import {", ".join(PACKAGES)}
 import jax.numpy, jax.core, jax.extend.core, jax.experimental.pallas, jax.custom_derivatives
 
 PACKAGES = {PACKAGES!r}
+# Attributes that Python and libraries fill lazily.
 CACHES = ("__annotations_cache__", "__doc__", "__pdoc__", "_abc_impl", "__warningregistry__", "__dataclass_fields__")
 
 def owner(name):

@@ -102,6 +102,14 @@ def test_a_dense_weight_is_not_lost_in_silence(model):
         jnp.tanh(model["one"])
 
 
+def test_dequantized(model, getkey):
+    x, dense = weights(getkey(), (64,)), eqq.dequantize_tree(model)
+    assert isinstance(dense["one"].array, jax.Array)
+    np.testing.assert_allclose(dense["one"] @ x, model["one"] @ x, rtol=1e-5, atol=1e-4)
+    twice = eqq.quaxify(lambda w, x: (2 * w) @ x)(model["one"], x)
+    np.testing.assert_allclose(twice, 2 * model["one"].array.dequantize() @ x + model["one"].bias, rtol=1e-5, atol=1e-4)
+
+
 def test_save_and_load(model, tmp_path):
     eqq.save(tmp_path / "model.safetensors", model)
     loaded = eqq.load(tmp_path / "model.safetensors", model)

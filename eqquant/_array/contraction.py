@@ -81,8 +81,8 @@ class AbstractOperand(eqx.Module):
     """
 
     holds_codes: ClassVar[bool] = False  # whether products can multiply it as `x` by its codes
-    # The effect of a wrapper's products that its dense array lacks, for warnings: "its products add no bias". Products
-    # that must decode the weight keep it.
+    # What the dense array of a wrapper would lose, for warnings: "its products add no bias". If set, a product that
+    # cannot stay packed decodes the wrapped weight alone and keeps the effect.
     lost_in_jax: ClassVar[str] = ""
 
     @property
@@ -252,7 +252,7 @@ def contract(
             return None
     if isinstance(x, AbstractOperand) and not (x.holds_codes and form.matches_codes(x)):
         x = x.dequantize()
-    if not isinstance(x, AbstractOperand) and jnp.iscomplexobj(x):  # rows are quantized as real numbers are
+    if not isinstance(x, AbstractOperand) and jnp.iscomplexobj(x):  # quantize its two parts separately
         parts = (contract(part, w, x_axes, w_axes, out_axes, options) for part in (jnp.real(x), jnp.imag(x)))
         return jax.lax.complex(*parts)  # pyright: ignore[reportArgumentType]
     x = x.astype(jnp.result_type(x.dtype, w.dtype))
@@ -291,7 +291,9 @@ class _MatmulForm(NamedTuple):
 
 
 def _find_form(x: Operand, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_axes: Axes) -> _MatmulForm | None:
-    """Finds the role of each axis, by where its name occurs. `None` if the product must be dense.
+    """Finds the role of each axis, by where its name occurs.
+
+    Returns `None` if the product must be dense.
 
     | in `w` | in `x` | in the result | role |
     | --- | --- | --- | --- |
@@ -300,7 +302,7 @@ def _find_form(x: Operand, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_a
     | yes | no | yes | `n`, rows of the weight; `front`, with copies of `x`, if another axis is packed and not summed |
     | no | yes | yes | `m`, rows of `x` |
 
-    Axes of length one that may be dropped have no role: the matching axis of `x`, if any, becomes rows.
+    An axis of length one that may be dropped gets no role; the axis of `x` that it broadcasts against becomes rows.
     """
     packed_axes, stack, unmerged_axes = w.constraints
     size = _find_lengths(zip(w_axes, w.shape, strict=True), zip(x_axes, x.shape, strict=True))
@@ -332,7 +334,7 @@ def _find_form(x: Operand, w: AbstractOperand, x_axes: Axes, w_axes: Axes, out_a
         if copied and _multiply_lengths(size, m) > _multiply_lengths(size, packed):
             return None  # the copies of `x` would take more memory than a dense weight
         front, n = [*front, *copied], packed
-    if any(list(side) != [name] for name in unmerged for side in (n, k) if name in side) or set(unmerged) - {*n, *k}:
+    if not all([name] in (n, k) for name in unmerged):
         return None
     return _MatmulForm(x_axes, w_axes, out_axes, size, front, m, n, k, summed)
 
@@ -428,7 +430,10 @@ def _lengths_agree(first: Operand, second: Operand, weight: AbstractOperand) -> 
 
 
 def _check_closure(q: AbstractOperand, x: Operand) -> None:
-    """Warns if a `scan` maps over the biases of stacked layers, but not over their weights."""
+    """Warns if a traced function closes over a stack of weights, and multiplies one vector by all of it.
+
+    Usually a `scan` whose `xs` lack the codes.
+    """
     leaf = jtu.tree_leaves(q)[0]
     if isinstance(x, jax.Array) and x.ndim == 1 and q.ndim > 2 and _compat.is_constant_of_trace(leaf, x):
         warnings.warn(

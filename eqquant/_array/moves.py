@@ -1,7 +1,7 @@
-"""Moves of whole entries: slices, gathers, reversals, concatenations and new axes.
+"""Operations that copy whole entries: slices, gathers, reversals, concatenations, new axes.
 
-Each class of arrays says which of its axes a leaf has, in its method `move`. A move of a leaf follows from that, so the
-rule of a primitive needs to know no class.
+Each class of arrays says in its method `move` which logical axis each axis of a leaf is. What happens to the leaf
+follows from that, so the rule of a primitive needs to know no class.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Axes: TypeAlias = tuple[int | None, ...]  # the logical axis of each axis of a l
 
 
 class Move(NamedTuple):
-    """A move of whole entries along logical axes.
+    """An operation that copies whole entries along logical axes.
 
     - `move_leaf`: computes a leaf of the result, given the axes of the leaf and that leaf of each operand.
     - `changed_axes`: the logical axes along which entries are gathered, added or reordered.
@@ -61,6 +61,7 @@ def change_axes(shape: tuple[int, ...], source_axes: Axes, new_shape: tuple[int,
         axes = tuple(axes[n] for n in keep)
 
         def pass_until(stop: int) -> None:
+            """Copies axes of the leaf up to `stop`: one without a logical axis stays behind its predecessor."""
             nonlocal at
             while at < stop:
                 places.append(len(lengths))

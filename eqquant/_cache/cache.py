@@ -59,7 +59,7 @@ class QuantizedCache(eqx.Module):
 
     - `keys`, `values`: [`eqquant.QuantizedArray`][]s, or floats, both of shape `(*batch, heads, context, size)`.
     - `recent`: the keys and the values of the tokens from `length // window * window` on, floats of shape
-        `(*batch, heads, window, size)`; `None` without a window. The context is whole windows.
+        `(*batch, heads, window, size)`; `None` without a window. The context is a multiple of `window`.
     - `length`: how many tokens each row of the batch holds: int32 `(*batch,)`. Change it by `truncate`, which changes
         `recent` with it.
 
@@ -231,8 +231,8 @@ class QuantizedCache(eqx.Module):
     def truncate(self, length: Int[Array, "*batch"] | int) -> "QuantizedCache":
         """Keeps the first tokens of each row, such as those that speculative decoding accepts.
 
-        The tokens that stay are read as before. With a float window, those of an earlier window have lost their floats:
-        they return to the window as they were quantized, and are quantized again when it is full.
+        The tokens that stay are read as before. With a float window, cutting into a window that was already quantized
+        loads it back dequantized: its rounding error stays, and it is quantized again when full.
 
         !!! Example
 
@@ -296,8 +296,8 @@ class QuantizedCache(eqx.Module):
         group = _min_window(self.keys.format) if axes[0] == -2 and isinstance(self.keys, QuantizedArray) else 1
         if (self.recent is not None or group > 1) and (not window or window % group or self.context % window):
             raise ValueError(
-                f"`recent` must have room for a multiple of {group} tokens, of which the context, {self.context}, is "
-                f"whole windows. Got {window}."
+                f"`recent` must hold a multiple of {group} tokens, and the context, {self.context}, must be a multiple "
+                f"of that window. Got a window of {window}."
             )
 
     def _arange(self, n: int) -> Int[Array, "*ones n"]:

@@ -14,7 +14,7 @@ from .._formats.base import AbstractFormat, AbstractVectorFormat, is_ours, Scale
 from .choose import broadcast_weights, choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .fingerprint import check_same_weight
 from .grid import encode_by_chunks, EncodedRows, Grid, ScaleBits, store
-from .statistics import check_statistic, Inputs, InputsError, LeafStats, share_inputs, weigh_columns
+from .statistics import check_statistic, InputsError, LeafStats, share_inputs, weigh_columns
 
 
 _Method = TypeVar("_Method", bound="AbstractMethod")
@@ -122,7 +122,7 @@ class AbstractMethod(eqx.Module):
             return self.method.without_inputs()
         return self.with_inputs(None)
 
-    def with_inputs(self: _Method, inputs: Inputs) -> _Method:
+    def with_inputs(self: _Method, inputs: object) -> _Method:
         """Returns the method with other statistics."""
         return self if inputs is self.inputs else dataclasses.replace(self, inputs=inputs)
 

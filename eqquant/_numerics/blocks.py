@@ -19,7 +19,7 @@ def num_blocks(length: int, block_size: BlockSize) -> int:
 
 
 def block_length(block_size: BlockSize, length: int) -> int:
-    """Returns how many of `length` values along an axis share a scale; all of them without blocks."""
+    """Returns how many of `length` values share a scale: all of them without blocks."""
     return block_size if isinstance(block_size, int) else length
 
 

@@ -38,7 +38,7 @@ class _TracedBody(NamedTuple):
     call: Callable[..., list[jax.Array]]
 
 
-# Without it, each call outside of `jit` would compile a loop again.
+# Without this cache, every call outside `jit` would compile a loop again.
 _traced_bodies: weakref.WeakKeyDictionary[ClosedJaxpr, dict[Hashable, _TracedBody]] = weakref.WeakKeyDictionary()
 
 
@@ -166,7 +166,7 @@ def _along_loop(x: Value, length: int) -> Value:
 
 
 def _is_stack(x: AbstractArrayValue, length: int) -> bool:
-    """Returns whether all leaves but scalars have a first axis of so many layers."""
+    """Returns whether every leaf except scalars has a leading axis of `length`."""
     is_nested = lambda part: isinstance(part, AbstractArrayValue) and part is not x
 
     def is_by_layer(part: AbstractArrayValue | jax.Array) -> bool:

@@ -5,8 +5,9 @@ one scale, as has each output channel of the weight:
 
     y = s t (conv(a, b) - p conv(1, b))
 
-where `a` are the integers of `x` with the zero point `p`, and `b` the integers of the weight. The correction is a
-convolution of ones, because a window at the border sees fewer values.
+where `a` are the integers of `x` with the zero point `p`, `b` the integers of the weight, and `s` and `t` the scales of
+the example and of the output channel. The correction is a convolution of ones, because a window at the border sees
+fewer values.
 
 GPU and TPU convolve int8 in int32. On CPU, XLA convolves int8 far slower than float32. There the same integers are
 convolved as floats, in groups of input channels whose sums are below 2^24, and so exact.
@@ -62,7 +63,7 @@ def _convolve(x: Value, w: Value, **params: Any) -> Array:
 def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: Params) -> Float[Array, "..."]:
     """Computes `conv_general_dilated` after quantizing each example of `x`.
 
-    `params` are the parameters of the primitive. If a format is no integer or has blocks, decoded values are convolved.
+    `params` are the parameters of the primitive. Decoded values are convolved if a format has blocks or no integers.
     """
     batch = params["dimension_numbers"].lhs_spec[0]
     examples = jnp.moveaxis(x, batch, 0)
@@ -110,7 +111,9 @@ def _convolve_codes(
     a_zero = None if left.zero is None else per_example(left.zero, dnums.lhs_spec)
     b_zero = None if right.zero is None else per_channel(right.zero, dnums.rhs_spec, 0)
     as_floats = ft.partial(
-        _convolve_floats, params=params, max_product=_find_amax(x_layout, a_zero) * _find_amax(w_layout, b_zero)
+        _convolve_floats,
+        params=params,
+        max_product=_find_bound(x_layout, a_zero) * _find_bound(w_layout, b_zero),
     )
     if b_zero is not None:
         y = as_floats(a, b, a_zero, b_zero)
@@ -121,8 +124,8 @@ def _convolve_codes(
     return y.astype(jnp.float32) * jnp.broadcast_to(scale, y.shape)
 
 
-def _find_amax(layout: Layout, zero: Array | None) -> int:
-    """Returns the amax of values minus their zero point."""
+def _find_bound(layout: Layout, zero: Array | None) -> int:
+    """Returns an upper bound of the magnitude of values minus their zero point."""
     return int(max(map(abs, layout.table))) if zero is None else 2**layout.bits
 
 

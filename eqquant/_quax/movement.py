@@ -197,7 +197,7 @@ def _pad(
         return lax.pad(x, jnp.zeros((), x.dtype), widths)  # pyright: ignore[reportArgumentType]
 
     is_zero = not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value))
-    # The scales and factors that layers of a stack have besides codes may not be zero.
+    # Padding a stack would pad its scales and factors with zeros, which are invalid.
     adds_layers = not isinstance(w, QuantizedArray) and not changed_axes <= {w.ndim - 2, w.ndim - 1}
     if not is_zero or adds_layers:
         raise CannotMove

@@ -1,5 +1,6 @@
-"""Rules of a weight times a scalar, which products multiply their results by."""
+"""Rules of a weight times a scalar: products multiply their results by it instead."""
 
+import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jaxtyping import ArrayLike
 
 from .._array.moves import CannotMove
 from .._array.value import AbstractArrayValue
+from .._wrappers.base import AbstractMatmulOverride
 from .._wrappers.scaled import ScaledArray
 from .rules import rule, Value
 
@@ -32,11 +34,13 @@ def _negate(w: AbstractArrayValue, **params: object) -> AbstractArrayValue:
 
 
 def _scale(w: Value, factor: Value) -> AbstractArrayValue:
-    if not isinstance(w, AbstractArrayValue) or isinstance(factor, AbstractArrayValue):
+    if not isinstance(w, AbstractArrayValue) or isinstance(factor, AbstractArrayValue | jax.ShapeDtypeStruct):
         raise CannotMove
-    if w.ndim < 2 or isinstance(factor, jax.ShapeDtypeStruct) or jnp.ndim(factor) != 0:  # a row is dequantized
+    if w.ndim < 2 or jnp.ndim(factor) != 0:
         raise CannotMove
     if not isinstance(factor, jax.core.Tracer) and factor == 1:
         return w
+    if isinstance(w, AbstractMatmulOverride):  # the weight alone is multiplied, not what its products add
+        return eqx.tree_at(lambda w: w.array, w, _scale(w.array, factor), is_leaf=lambda part: part is w.array)
     factor = jnp.asarray(factor, getattr(factor, "dtype", w.dtype))
     return ScaledArray(array=w, scale=jnp.broadcast_to(factor, w.shape[:-1]), axis=-2)

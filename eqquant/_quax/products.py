@@ -1,4 +1,4 @@
-"""Rules of products: `dot_general`, and 1 x 1 convolutions as of ConvNeXt."""
+"""Rules of products: `dot_general`, and 1 x 1 convolutions, such as ConvNeXt's."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def convolve_pointwise(x: Array, w: AbstractArrayValue, params: dict[str, Any]) 
 
     **Raises:**
 
-    `CannotMove` if the convolution is no product, or must be dense.
+    `CannotMove` if the convolution is not a product, or must be dense.
     """
     x_spec, w_spec, out_spec = params["dimension_numbers"]
     in_groups = params["feature_group_count"] != 1 or params["batch_group_count"] != 1

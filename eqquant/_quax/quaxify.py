@@ -28,8 +28,9 @@ def quaxify(fn: _Function, /, filter_spec: PyTree = True) -> _Function:
         y = f(q, x)
         ```
 
-    The same as `quax.quaxify`, except that it also takes pytrees whose nodes can only be made under a JAX trace, like
-    the state of a Flax NNX module.
+    It differs from `quax.quaxify` in three ways: rules apply whichever operand is quantized; functions with a
+    `custom_jvp` or `custom_vjp` take packed arrays; and so do pytrees whose nodes can be made only under a trace, such
+    as the state of a Flax NNX module.
 
     **Arguments:**
 
@@ -52,7 +53,7 @@ class _Quaxified(eqx.Module):
         return self.fn
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        # Some nodes can only be made under a trace. So pass it leaves, and make nodes inside.
+        # Some nodes can be made only under a trace: pass leaves, and unflatten inside.
         arguments = (self.fn, args, kwargs)
         leaves, treedef = jtu.tree_flatten(arguments, is_leaf=_is_value)
         selected = None

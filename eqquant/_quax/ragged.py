@@ -1,7 +1,8 @@
 """The rule of `jax.lax.ragged_dot`: mixtures of experts multiply packed experts.
 
 Rows of `x` are sorted by expert. They are split into tiles of equally many rows, each of one expert, and each tile
-selects a weight: native kernels read experts in the stack, and other implementations copy one at a time.
+selects a weight: native kernels read experts in place, and other implementations gather them, one at a time if there
+are more tiles than experts.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""The rules of primitives whose operands are arrays of ours.
+"""The rules of primitives for our arrays.
 
-Under [`eqquant.quaxify`][] a rule is called if any operand is ours; under plain `quax.quaxify`, if one of the first two
-is. Rules are never called for arrays of other kinds alone.
+Under [`eqquant.quaxify`][] a rule sees every call in which an operand is ours; under `quax.quaxify` only the first
+operand is checked, or the first two with `any_operand`.
 """
 
 import functools as ft
@@ -25,12 +25,15 @@ RULES: dict[Primitive, Callable[..., Any]] = {}  # those of `eqquant.quaxify`
 
 
 def rule(primitive: Primitive, *, any_operand: bool = False) -> Callable[[_Rule], _Rule]:
-    """Registers a function as the rule of a primitive. Where it raises `CannotMove`, operands are dequantized.
+    """Registers a function as the rule of a primitive.
+
+    Where it raises `CannotMove`, operands are dequantized.
 
     **Arguments:**
 
     - `primitive`: the primitive.
-    - `any_operand`: whether any operand may be ours. By default the rule is for a first operand that is, alone.
+    - `any_operand`: whether any operand may be one of our arrays. By default the rule runs only if the first operand,
+        and no other, is ours.
     """
 
     def decorate(function: _Rule) -> _Rule:

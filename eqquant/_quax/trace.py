@@ -41,10 +41,11 @@ class Trace(_compat.QuaxTrace):
     def _call_custom(
         self, name: str, primitive: Primitive, fun: Any, rules: Sequence[Any], tracers: Any, params: dict[str, Any]
     ) -> Any:
-        """Calls a function with a custom derivative: that of dense operands, by the user's rule.
+        """Calls a function that has a `custom_jvp` or `custom_vjp`.
 
-        A function that returns packed values, such as an identity, runs as Quax does it. Quax has no method for
-        `custom_vjp`, and that for `custom_jvp` builds values of tangents, which codes do not have.
+        The primal runs packed; the derivative is the user's rule, applied to dense operands. A `custom_jvp` function
+        that returns packed arrays, such as an identity, is left to Quax. Quax has no method for `custom_vjp`, and its
+        method for `custom_jvp` builds arrays of tangents, which codes do not have.
         """
         quax_has_it = name in vars(_compat.QuaxTrace)
         values = [self.to_value(tracer) for tracer in tracers]
@@ -55,7 +56,7 @@ class Trace(_compat.QuaxTrace):
         leaves, tree = jtu.tree_flatten(values)
 
         def forget_results() -> None:
-            """Allows another call of functions that record the structure of results once."""
+            """Resets the stores of output trees in wrapped functions, so that they can be called again."""
             for store in [store for f in (fun, *rules) for store in f.stores if store is not None]:
                 store.reset()
 

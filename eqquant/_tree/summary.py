@@ -15,6 +15,7 @@ from .._numerics.axes import as_axes
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.base import AbstractMatmulOverride
+from .._wrappers.low_precision import LowPrecisionArray
 from .._wrappers.mapped import AbstractMappedArray
 from .._wrappers.simulated import FakeQuantizedArray
 from .leaves import array_nbytes, DenseArray, is_mapped, Leaf, named_leaves
@@ -129,8 +130,11 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
 
     def dequantize(leaf: Leaf) -> PyTree:
         x = leaf.value
-        if isinstance(x, AbstractMatmulOverride):
+        if isinstance(x, ActivationQuantizedArray | LowPrecisionArray):  # whose products only round
             return dequantize_tree(x.array, dtype)
+        if isinstance(x, AbstractMatmulOverride):
+            dense = dequantize_tree(x.array, dtype)
+            return eqx.tree_at(lambda w: w.array, x, dense, is_leaf=lambda part: part is x.array)
         if isinstance(x, AbstractMappedArray):
             inner = dequantize_tree(x.array)
             if not isinstance(inner, (jax.Array, np.ndarray)):  # low-rank factors stay separate

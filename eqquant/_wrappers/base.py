@@ -45,9 +45,9 @@ class AbstractWrapper(AbstractArrayValue):
 
     @abc.abstractmethod
     def leaf_axes(self, leaf: Array) -> Axes:
-        """For Quax: the logical axis of each axis of a leaf besides the wrapped array.
+        """For Quax: the logical axis of each axis of a leaf of its own, not of `array`.
 
-        A bias of shape `(*stack, rows)` has the first axes of the weight, `tuple(range(leaf.ndim))`.
+        `None` for an axis that is no axis of the weight. A bias `(*stack, rows)` has `tuple(range(leaf.ndim))`.
         """
 
     def _move_parts(self, spec: Move, *others: "AbstractWrapper") -> "AbstractWrapper":
@@ -120,17 +120,20 @@ class AbstractMatmulOverride(AbstractWrapper):
 
     @abc.abstractmethod
     def _rewrap(self, array: PyTree) -> Array | AbstractArrayValue:
-        """Wraps another array alike, or returns that array itself if it cannot be wrapped."""
+        """Wraps another array the same way, or returns that array itself if it cannot be wrapped."""
+
+
+_KINDS = {jnp.floating: "floats", jnp.unsignedinteger: "unsigned integers"}
 
 
 def check_field(
     owner: object, name: str, leaf: Array | AbstractArrayValue, shapes: Collection[tuple[int, ...]], kind: type
 ) -> None:
-    """Raises if a field of a wrapper does not fit its other fields: only some of them were changed."""
+    """Raises if a field does not fit the others, as when only some were changed."""
     if tuple(leaf.shape) not in shapes or not jnp.issubdtype(leaf.dtype, kind):
         expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         raise ValueError(
-            f"`{name}` of {name_type(owner)} must be {kind.__name__}, of shape {expected}. Got {leaf.dtype} of shape "
+            f"`{name}` of {name_type(owner)} must hold {_KINDS[kind]}, of shape {expected}. Got {leaf.dtype} of shape "
             f"{list(leaf.shape)}. Change all fields alike, as `jax.tree.map(lambda leaf: leaf[i], w)` does."
         )
 

@@ -147,7 +147,7 @@ class AbstractMappedArray(AbstractWrapper):
 
 
 def align(owner: AbstractMappedArray, name: str, x: Array, axis: int, kind: type) -> Array:
-    """Returns a field, a vector or a stack of them, in the shape that broadcasts along an axis of `x`."""
+    """Returns a vector, or a stack of them, in the shape that broadcasts along an axis of `x`."""
     vector = getattr(owner, name)
     check_field(owner, name, vector, ((x.shape[axis],), (*x.shape[:-2], x.shape[axis])), kind)
     return reshape_along_axis(vector, x.ndim, axis)

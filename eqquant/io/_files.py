@@ -83,7 +83,7 @@ def check_place(path: Path, head: str | None = None) -> list[Path]:
     Returns the shards that the new ones replace.
     """
     if head is None:
-        if path.name.endswith("index.json") or part_name(path):
+        if path.name.endswith("index.json") or (part_name(path) and path.suffix != ".gguf"):
             what = "one of several files" if part_name(path) else "an index of shards"
             raise ValueError(f"`path` must be a file of all tensors. Got {path}, which is the name of {what}.")
         for file in (path, Path(os.path.realpath(path))) if path.name.endswith(_WEIGHTS) else ():

@@ -37,7 +37,10 @@ def names():
     return {
         cls.__name__
         for cls in public | subclasses(AbstractArrayValue)
-        if issubclass(cls, eqx.Module) and not inspect.isabstract(cls) and cls.__module__.startswith("eqquant")
+        if issubclass(cls, eqx.Module)
+        and not inspect.isabstract(cls)
+        and cls.__module__.startswith("eqquant")
+        and cls.__name__ != "MultipliedArray"
         if any(not field.metadata.get("static") for field in dataclasses.fields(cls))
     }
 

@@ -5,14 +5,17 @@ import itertools as it
 import operator
 import typing
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
+import quax
 from jax.sharding import PartitionSpec
 
 import eqquant as eqq
+from eqquant._wrappers.scaled import ScaledArray
 
 from .helpers import assert_same, weights
 
@@ -330,6 +333,29 @@ def test_what_quaxify_passes_and_returns():
         assert eqq.is_quantized(run(q))
     assert seen == [False, True]  # a tracer of Quax; the array itself
     assert isinstance(eqq.quaxify(lambda w: w * 2)(q), jax.Array)
+
+
+def test_quax_alone_and_values_of_others(getkey):
+    q, x = eqq.quantize(weights(getkey(), (16, 32)), "int8"), weights(getkey(), (3, 32))
+    dense = q.dequantize()
+    for program in (
+        jax.jit(lambda w: x @ (w * 2).T),
+        lambda w: jax.lax.scan(lambda c, _: (c, x @ w.T), 0.0, None, length=2)[1],
+        lambda w: jax.lax.cond(x[0, 0] > 0, lambda w: x @ w.T, lambda w: -x @ w.T, w),
+    ):
+        np.testing.assert_allclose(quax.quaxify(program)(q), program(dense), rtol=1e-4, atol=1e-4)
+    zero = quax.examples.zero.Zero((32, 5), jnp.float32)
+    assert isinstance(eqq.quaxify(lambda w, z: w @ z)(q, zero), quax.examples.zero.Zero)
+    rows = eqq.quaxify(lambda w: jax.lax.scan(lambda c, r: (c, r @ x[0]), 0, w * 2)[1])(q)
+    np.testing.assert_allclose(rows, 2 * dense @ x[0], rtol=1e-4, atol=1e-4)
+
+
+def test_arrays_that_quaxify_makes_hold_no_tracers(getkey):
+    q, x = eqq.quantize(weights(getkey(), (16, 32)), "int8"), weights(getkey(), (3, 32))
+    make = eqq.quaxify(lambda w, x: (w, eqq.quantize(x, "int8"), ScaledArray(w, x[0])))
+    for same, made, scaled in (make(q, x), jax.jit(make)(q, x)):
+        assert eqx.tree_equal(same, q) and eqx.tree_equal(made, eqq.quantize(x, "int8"))
+        assert eqx.tree_equal(scaled, ScaledArray(q, x[0]))
 
 
 def test_scalars_multiply_results(getkey):

@@ -21,6 +21,7 @@ from .. import _compat
 from .._array.value import AbstractArrayValue
 from .._types import PyTree
 from .._wrappers.base import AbstractWrapper
+from .._wrappers.mapped import AbstractMappedArray
 from .rules import rule, Value
 from .trace import evaluate
 
@@ -167,6 +168,8 @@ def _along_loop(x: Value, length: int) -> Value:
 
 def _is_stack(x: AbstractArrayValue, length: int) -> bool:
     """Returns whether every leaf except scalars has a leading axis of `length`."""
+    if isinstance(x, AbstractMappedArray) and x.axis % x.ndim == 0:
+        return False
     is_nested = lambda part: isinstance(part, AbstractArrayValue) and part is not x
 
     def is_by_layer(part: AbstractArrayValue | jax.Array) -> bool:

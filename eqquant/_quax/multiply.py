@@ -1,15 +1,18 @@
 """Rules of a weight times a scalar: products multiply their results by it instead."""
 
+from typing import ClassVar
+
 import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from .._array.moves import CannotMove
 from .._array.value import AbstractArrayValue
 from .._wrappers.base import AbstractMatmulOverride
+from .._wrappers.mapped import AbstractMappedArray
 from .._wrappers.scaled import ScaledArray
 from .rules import rule, Value
 
@@ -33,6 +36,18 @@ def _negate(w: AbstractArrayValue, **params: object) -> AbstractArrayValue:
     return _scale(w, -1.0)
 
 
+class MultipliedArray(AbstractMappedArray):
+    """A weight times a scalar, which [`eqquant.quaxify`][] returns as a dense array."""
+
+    is_diagonal: ClassVar[bool] = True
+
+    array: AbstractArrayValue
+    scale: Float[Array, "*stack rows"]
+    axis: int = eqx.field(static=True, default=-2)
+
+    map_inputs = map_back = ScaledArray.map_inputs
+
+
 def _scale(w: Value, factor: Value) -> AbstractArrayValue:
     if not isinstance(w, AbstractArrayValue) or isinstance(factor, AbstractArrayValue | jax.ShapeDtypeStruct):
         raise CannotMove
@@ -43,4 +58,4 @@ def _scale(w: Value, factor: Value) -> AbstractArrayValue:
     if isinstance(w, AbstractMatmulOverride):  # the weight alone is multiplied, not what its products add
         return eqx.tree_at(lambda w: w.array, w, _scale(w.array, factor), is_leaf=lambda part: part is w.array)
     factor = jnp.asarray(factor, getattr(factor, "dtype", w.dtype))
-    return ScaledArray(array=w, scale=jnp.broadcast_to(factor, w.shape[:-1]), axis=-2)
+    return MultipliedArray(array=w, scale=jnp.broadcast_to(factor, w.shape[:-1]))

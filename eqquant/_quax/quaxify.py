@@ -8,6 +8,7 @@ import jax.tree_util as jtu
 import quax
 
 from .._types import PyTree
+from .multiply import MultipliedArray
 from .trace import evaluate
 
 
@@ -66,10 +67,11 @@ class _Quaxified(eqx.Module):
         def call_on_leaves(*leaves: PyTree) -> list[PyTree]:
             nonlocal out_treedef
             fn, args, kwargs = jtu.tree_unflatten(treedef, leaves)
-            out, out_treedef = jtu.tree_flatten(fn(*args, **kwargs), is_leaf=_is_value)
+            out, out_treedef = jtu.tree_flatten(fn(*args, **kwargs))
             return out
 
         out = evaluate(call_on_leaves, *leaves, selected=selected)
+        out = [x.dequantize() if isinstance(x, MultipliedArray) else x for x in out]
         return jtu.tree_unflatten(out_treedef, out)
 
     def __get__(self, instance: object, owner: type | None) -> Callable[..., PyTree]:

@@ -47,10 +47,13 @@ def rule(primitive: Primitive, *, any_operand: bool = False) -> Callable[[_Rule]
                 pass
             return bind_dense(primitive, *operands, **params)
 
-        def first_is_ours(w: AbstractArrayValue, *rest: Value, **params: Any) -> Any:
+        # Narrower than the signatures of Quax's own rules of loops, so that none is ambiguous.
+        def first_is_ours(w: AbstractArrayValue, *rest: AbstractArrayValue | ArrayLike, **params: Any) -> Any:
             return apply_rule(w, *rest, **params)
 
-        def second_is_ours(x: ArrayLike, w: AbstractArrayValue, *rest: Value, **params: Any) -> Any:
+        def second_is_ours(
+            x: ArrayLike, w: AbstractArrayValue, *rest: AbstractArrayValue | ArrayLike, **params: Any
+        ) -> Any:
             return apply_rule(x, w, *rest, **params)
 
         RULES[primitive] = apply_rule

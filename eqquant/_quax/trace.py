@@ -19,12 +19,13 @@ from .rules import RULES, Value
 
 
 class Trace(_compat.QuaxTrace):
-    """Calls our rule of a primitive if any operand is one of our arrays."""
+    """Calls our rule of a primitive if an operand is one of our arrays, and none a value of another library."""
 
     def process_primitive(self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> Any:
         apply_rule = RULES.get(primitive)
         operands = [] if apply_rule is None else [_compat.unwrap_quax(self.to_value(tracer)) for tracer in tracers]
-        if apply_rule is None or not any(isinstance(x, AbstractArrayValue) for x in operands):
+        ours = [isinstance(x, AbstractArrayValue) for x in operands if isinstance(x, quax.Value)]
+        if apply_rule is None or not ours or not all(ours):
             return super().process_primitive(primitive, tracers, params)
         with set_current_trace(self.parent_trace):
             y = apply_rule(*operands, **params)

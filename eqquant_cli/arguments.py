@@ -73,8 +73,7 @@ def parse_format(text: str) -> eqq.extend.AbstractFormat:
 
 
 # The default format of each layout: 4 bits in blocks of 64 or 32.
-_DEFAULTS = {None: "nf4", "bitsandbytes": "nf4", "compressed-tensors": "int4", "gptq": "int4", "mlx": "mlx"}
-_DEFAULTS |= {"gguf": "q4_0"}
+_DEFAULTS = {"gguf": "q4_0", "bitsandbytes": "nf4", "compressed-tensors": "int4", "gptq": "int4", "mlx": "mlx"}
 
 
 def choose_format(
@@ -89,7 +88,7 @@ def choose_format(
     if bits is None:
         if group_size is not None:
             raise typer.BadParameter(f"--group-size goes with --bits. Write --format 'nf4({group_size})' for NF4.")
-        return parse_format(_DEFAULTS[dialect])
+        return parse_format("nf4" if dialect is None else _DEFAULTS[dialect])
     if not 2 <= bits <= 8 or bits == 7:
         raise typer.BadParameter(f"--bits must be 2, 3, 4, 5, 6 or 8. Got {bits}.")
     block_size = 64 if group_size is None else group_size
@@ -133,18 +132,14 @@ def left(names: Iterable[str], rules: Iterable[str]) -> list[str]:
 def check_patterns(names: Iterable[str], rule: Sequence[str], skip: Sequence[str]) -> None:
     """Raises for a pattern of `--skip` or `--rule` that matches no array."""
     names = list(names)
-    given = [("--skip", pattern) for pattern in skip] + [
-        ("--rule", text.partition("=")[0]) for text in rule if "=" in text
-    ]
+    matches = lambda pattern: any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    given = [("--skip", pattern) for pattern in skip]
+    given += [("--rule", text.partition("=")[0]) for text in rule if "=" in text]
     for option, pattern in given:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            near = f"*{pattern}*" if any(fnmatch.fnmatchcase(name, f"*{pattern}*") for name in names) else None
-            near = near or next(iter(difflib.get_close_matches(pattern, names, n=1)), None)
-            if near is None and (
-                part := difflib.get_close_matches(pattern.strip("*"), ".".join(names).split("."), n=1)
-            ):
-                near = f"*{part[0]}*"
-            hint = "" if near is None else f" Did you mean '{near}'?"
+        if not matches(pattern):
+            near = [f"*{pattern}*"] if matches(f"*{pattern}*") else difflib.get_close_matches(pattern, names, n=1)
+            parts = difflib.get_close_matches(pattern.strip("*"), ".".join(names).split("."), n=1)
+            hint = "".join(f" Did you mean '{guess}'?" for guess in [*near, *(f"*{part}*" for part in parts)][:1])
             shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise ValueError(f"{option} '{pattern}' matches none of the {len(names)} arrays: {shown}.{hint}")
 
@@ -176,8 +171,8 @@ def parse_method(name: str | None) -> eqq.extend.AbstractMethod | None:
 
 def choose_dialect(dialect: str | None, path: Path) -> str | None:
     """Returns the layout of `--dialect` or of the suffix of the output; `None` for our own."""
-    if dialect not in (None, *DIALECTS):
-        raise typer.BadParameter(f"--dialect must be {', '.join(DIALECTS)}. Got {dialect!r}.")
+    if dialect not in (None, *_DEFAULTS):
+        raise typer.BadParameter(f"--dialect must be {', '.join(_DEFAULTS)}. Got {dialect!r}.")
     if path.suffix != ".gguf":
         return dialect
     if dialect not in (None, "gguf"):
@@ -209,9 +204,6 @@ def write_checkpoint(
     if dialect is None and not _names_file(path):
         return convert_into(source, path, rules, **options)
     return eqq.io.convert(source, path, rules, dialect=dialect, **options)
-
-
-DIALECTS = ("gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx")
 
 
 def check_output(path: Path, suffix: str, force: bool, *sources: eqq.io.Checkpoint) -> None:

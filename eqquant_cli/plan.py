@@ -64,10 +64,11 @@ def make_plan(
     """
     import eqquant as eqq
     from eqquant.analysis import plan_bits
-    from eqquant.analysis._sensitivity import SensitivityReport
+    from eqquant.analysis._sensitivity import ALL_WIDTHS, SensitivityReport
     from eqquant.io._convert import skeleton
 
-    options, rules = _options(formats, dialect), rules or {}
+    spelled, rules = formats or _CANDIDATES.get(dialect or "ours"), rules or {}
+    options = list(dict.fromkeys(map(parse_format, spelled) if spelled else ALL_WIDTHS))
     shapes, weights = skeleton(checkpoint), left(list_weights(checkpoint), rules)
     ruled = []
     if any(rules.values()):
@@ -97,14 +98,6 @@ def make_plan(
             f"--budget must leave something to quantize. Got {budget}, within which all floats fit. Lower it."
         )
     return best
-
-
-def _options(formats: list[str] | None, dialect: str | None) -> "list[eqq.extend.AbstractFormat]":
-    """Returns the formats to choose from, each once."""
-    from eqquant.analysis._sensitivity import ALL_WIDTHS
-
-    spelled = formats or _CANDIDATES.get(dialect or "ours", ())
-    return list(dict.fromkeys(map(parse_format, spelled) if spelled else ALL_WIDTHS))
 
 
 def _measure_sensitivity(

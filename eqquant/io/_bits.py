@@ -15,8 +15,7 @@ from .._numerics.packing import num_planes, packed_length, PLANE, segment_length
 
 def as_words(x: np.ndarray) -> np.ndarray:
     """Views a contiguous array as the widest integers that it consists of."""
-    width = math.gcd(x.nbytes, 8)
-    return x.reshape(-1).view(f"<u{width}")
+    return x.reshape(-1).view(f"<u{math.gcd(x.nbytes, 8)}")
 
 
 def in_each_byte(value: int, words: np.ndarray) -> np.unsignedinteger:

@@ -133,41 +133,30 @@ _FIFTH_BITS = _planes("codes", 4, 1, 1, low=4)
 _TWO_NIBBLES = _planes("scales", 16, 4, 16)._replace(parts=("scales", "offsets"))
 _SIX_BITS = Field(("scales", "offsets"), 12, _unpack_six_bits, _pack_six_bits)
 
-# The types that are read and written; every other quantized type is an error that names it. The formats have the same
-# names, but for TQ1_0.
+# The fields of a block by the name of its type, which is the name of its format too.
+_FIELDS = {
+    "Q4_0": (_SCALE, _NIBBLES),
+    "Q4_1": (_SCALE, _OFFSET, _NIBBLES),
+    "Q5_0": (_SCALE, _FIFTH_BITS, _NIBBLES),
+    "Q5_1": (_SCALE, _OFFSET, _FIFTH_BITS, _NIBBLES),
+    "Q8_0": (_SCALE, _signed_bytes("codes", 32)),
+    "Q2_K": (_TWO_NIBBLES, _planes("codes", 64, 2, 32), _SCALE, _OFFSET),
+    "Q3_K": (
+        *(_planes("codes", 32, 1, 32, low=2), _planes("codes", 64, 2, 32)),
+        *(_planes("scales", 8, 4, 8), _planes("scales", 4, 2, 4, low=4), _SCALE),
+    ),
+    "Q4_K": (_SCALE, _OFFSET, _SIX_BITS, _planes("codes", 128, 4, 32)),
+    "Q5_K": (_SCALE, _OFFSET, _SIX_BITS, _planes("codes", 32, 1, 32, low=4), _planes("codes", 128, 4, 32)),
+    "Q6_K": (_planes("codes", 128, 4, 64), _planes("codes", 64, 2, 32, low=4), _signed_bytes("scales", 16), _SCALE),
+    "IQ4_NL": (_SCALE, _NIBBLES),
+    "IQ4_XS": (_SCALE, _planes("scales", 2, 2, 1, low=4), _planes("scales", 4, 4, 1), _planes("codes", 128, 4, 16)),
+    "TQ2_0": (_planes("codes", 64, 2, 32), _SCALE),
+    "MXFP4": (_whole("scale", 1), _NIBBLES),  # the exponent, E8M0
+    "NVFP4": (_whole("scales", 4), _planes("codes", 32, 4, 8)),  # unsigned e4m3
+}
+# The types that are read and written; every other quantized type is an error that names it.
 BLOCK_TYPES: dict[str, BlockType | VectorBlockType] = {
-    "Q4_0": BlockType(formats.Q4_0(), (_SCALE, _NIBBLES)),
-    "Q4_1": BlockType(formats.Q4_1(), (_SCALE, _OFFSET, _NIBBLES)),
-    "Q5_0": BlockType(formats.Q5_0(), (_SCALE, _FIFTH_BITS, _NIBBLES)),
-    "Q5_1": BlockType(formats.Q5_1(), (_SCALE, _OFFSET, _FIFTH_BITS, _NIBBLES)),
-    "Q8_0": BlockType(formats.Q8_0(), (_SCALE, _signed_bytes("codes", 32))),
-    "Q2_K": BlockType(formats.Q2_K(), (_TWO_NIBBLES, _planes("codes", 64, 2, 32), _SCALE, _OFFSET)),
-    "Q3_K": BlockType(
-        formats.Q3_K(),
-        (
-            _planes("codes", 32, 1, 32, low=2),
-            _planes("codes", 64, 2, 32),
-            _planes("scales", 8, 4, 8),
-            _planes("scales", 4, 2, 4, low=4),
-            _SCALE,
-        ),
-    ),
-    "Q4_K": BlockType(formats.Q4_K(), (_SCALE, _OFFSET, _SIX_BITS, _planes("codes", 128, 4, 32))),
-    "Q5_K": BlockType(
-        formats.Q5_K(), (_SCALE, _OFFSET, _SIX_BITS, _planes("codes", 32, 1, 32, low=4), _planes("codes", 128, 4, 32))
-    ),
-    "Q6_K": BlockType(
-        formats.Q6_K(),
-        (_planes("codes", 128, 4, 64), _planes("codes", 64, 2, 32, low=4), _signed_bytes("scales", 16), _SCALE),
-    ),
-    "IQ4_NL": BlockType(formats.IQ4_NL(), (_SCALE, _NIBBLES)),
-    "IQ4_XS": BlockType(
-        formats.IQ4_XS(),
-        (_SCALE, _planes("scales", 2, 2, 1, low=4), _planes("scales", 4, 4, 1), _planes("codes", 128, 4, 16)),
-    ),
+    **{name: BlockType(getattr(formats, name)(), fields) for name, fields in _FIELDS.items()},
     "TQ1_0": BlockType(formats.TQ2_0(), (Field(("codes",), 52, _unpack_trits, _pack_trits), _SCALE)),
-    "TQ2_0": BlockType(formats.TQ2_0(), (_planes("codes", 64, 2, 32), _SCALE)),
-    "MXFP4": BlockType(formats.MXFP4(), (_whole("scale", 1), _NIBBLES)),  # the exponent, E8M0
-    "NVFP4": BlockType(formats.NVFP4(), (_whole("scales", 4), _planes("codes", 32, 4, 8))),  # unsigned e4m3
     **VECTOR_BLOCK_TYPES,
 }

@@ -117,14 +117,7 @@ def convert(
     if dialect is None:
         save(path, _nest(leaves), shard_nbytes=shard_nbytes)
     elif not decisions:
-        unseen = set(leaves)
-
-        def read(name: str) -> AnyArray:  # twice, for the header and to write it
-            shown = each if name in unseen else None
-            unseen.discard(name)
-            return _read(opened, name, shown)
-
-        arrays = LazyMapping({name: ft.partial(read, name) for name in leaves})
+        arrays = LazyMapping({name: leaf.make for name, leaf in leaves.items()})
         _write(opened, arrays, path, dialect, shard_nbytes, leaves)
     else:
         # An array is laid out twice, for the header and when it is written, and should be quantized once.
@@ -158,12 +151,7 @@ def convert_into(
 
 
 def plan(
-    checkpoint: Checkpoint,
-    format: FormatRules | None = None,
-    *,
-    axis: Axis = None,
-    method: MethodLike | None = None,
-    dialect: str | None = None,
+    checkpoint: Checkpoint, format: FormatRules | None, axis: Axis, method: MethodLike | None, dialect: str | None
 ) -> TreeReport:
     """Returns the report of `convert` without quantizing, and raises the same errors."""
     return dataclasses.replace(_plan(checkpoint, format, axis, method, dialect, None)[2], planned=True)
@@ -208,12 +196,19 @@ def _plan(
             raise
         if dialect == gguf.NAME:
             for_llama_cpp(opened, opened)
+    told: set[str] = set()
+
+    def tell(name: str, before: AnyArray, after: AnyArray) -> None:
+        if each is not None and name not in told:  # an array is read twice for another library
+            told.add(name)
+            each(name, before, after)
+
     leaves, rows = {}, []
     for name, item in opened.items_by_name.items():
         if name in decisions:
-            leaves[name] = _quantize_lazily(opened, name, decisions[name], default, each)
+            leaves[name] = _quantize_lazily(opened, name, decisions[name], default, tell)
         else:
-            leaves[name] = LazyArray(item.struct, ft.partial(_read, opened, name, each))
+            leaves[name] = LazyArray(item.struct, ft.partial(_read, opened, name, tell))
         rows += _rows(name, leaves[name].struct, all_decisions.get(name))
     return decisions, leaves, TreeReport(tuple(rows))
 
@@ -280,15 +275,14 @@ def _decisions(checkpoint: Checkpoint, format: FormatRules | None, axis: Axis) -
     return {d.leaf.path: d for d in decisions}
 
 
-def _read(checkpoint: Checkpoint, name: str, each: Each | None) -> AnyArray:
+def _read(checkpoint: Checkpoint, name: str, tell: Each) -> AnyArray:
     x = checkpoint[name]
-    if each is not None:
-        each(name, x, x)
+    tell(name, x, x)
     return x
 
 
 def _quantize_lazily(
-    checkpoint: Checkpoint, name: str, decision: Decision, default: AbstractMethod, each: Each | None
+    checkpoint: Checkpoint, name: str, decision: Decision, default: AbstractMethod, tell: Each
 ) -> LazyArray:
     method = (decision.method or default).for_leaf(name)
 
@@ -301,12 +295,10 @@ def _quantize_lazily(
         check_finite(values, name)
         method.check_weight(name, values)
         after = jax.block_until_ready(quantize(values))
-        if each is not None:
-            each(name, before, after)
+        tell(name, before, after)
         return after
 
-    float_struct = decision.leaf.value
-    return LazyArray(jax.eval_shape(quantize, float_struct), make)
+    return LazyArray(jax.eval_shape(quantize, decision.leaf.value), make)
 
 
 def _rows(name: str, struct: PyTree, decision: Decision | None) -> list[LeafReport]:

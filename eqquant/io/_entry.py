@@ -158,19 +158,15 @@ def _with_all_fields(x: object) -> str:
         return x.name
     if not isinstance(x, (AbstractFormat, AbstractMethod, AbstractArrayValue)):
         return repr(x)
-    fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-    if isinstance(x, AbstractArrayValue):
-        fields = {
-            f.name: fields[f.name]
-            for f in dataclasses.fields(x)
-            if f.metadata.get("static") or isinstance(fields[f.name], (AbstractFormat, AbstractMethod))
-        }
-    shown = ", ".join(f"{name}={_with_all_fields(value)}" for name, value in fields.items() if not _has_arrays(value))
-    return f"{type(x).__name__}({shown})"
-
-
-def _has_arrays(x: PyTree) -> bool:
-    return any(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) for leaf in jtu.tree_leaves(x))
+    shown = []
+    for field in dataclasses.fields(x):
+        value = getattr(x, field.name)
+        is_leaf = isinstance(x, AbstractArrayValue) and not field.metadata.get("static")
+        arrays = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
+        if isinstance(value, (AbstractFormat, AbstractMethod)) or not is_leaf:
+            if not any(isinstance(leaf, arrays) for leaf in jtu.tree_leaves(value)):
+                shown.append(f"{field.name}={_with_all_fields(value)}")
+    return f"{type(x).__name__}({', '.join(shown)})"
 
 
 def _describe_quantized(x: QuantizedArray | PermutedArray, path: str) -> Entry:

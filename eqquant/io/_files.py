@@ -135,13 +135,13 @@ def _open_file(path: Path) -> Files:
     tensors, metadata = part.tensors, part.metadata
     if paths := other_parts(part, is_gguf):
         tensors, metadata = join([read(MappedFile(p)) for p in paths], is_gguf)
-    return Files(file, tensors, metadata, _config(path.parent), "gguf" if is_gguf else "safetensors")
+    return Files(file, tensors, metadata, read_json(path.parent / "config.json"), "gguf" if is_gguf else "safetensors")
 
 
 def _find_index(path: Path) -> Path | None:
     """Returns the index that lists a file whose name says that it is one of several."""
     for index in sorted(path.parent.glob("*.safetensors.index.json")) if part_name(path) else ():
-        where = read_json(MappedFile(index)).get("weight_map")
+        where = read_json(index).get("weight_map")
         if isinstance(where, dict) and path.name in where.values():
             return index
     return None
@@ -153,13 +153,12 @@ def _is_known(file: MappedFile) -> bool:
     return file.buffer[:4] == _gguf.MAGIC or (8 + length <= file.size and file.buffer[8:9] == b"{")
 
 
-def _config(folder: Path) -> Mapping[str, object]:
-    path = folder / "config.json"
-    return read_json(MappedFile(path)) if path.is_file() else {}
+def read_json(path: Path) -> dict[str, object]:
+    """Reads a file that is one object: empty if there is no file. Raises a `ValueError` that names it."""
+    return _parse(MappedFile(path)) if path.is_file() else {}
 
 
-def read_json(file: MappedFile) -> dict[str, object]:
-    """Reads a file that is one object. Raises a `ValueError` that names it."""
+def _parse(file: MappedFile) -> dict[str, object]:
     if file.size > _MAX_CONFIG:
         file.fail(f"must have at most {_MAX_CONFIG} bytes. Got {file.size}.")
     return parse_json(bytes(file.buffer), file, "it")
@@ -177,7 +176,7 @@ def _open_index(path: Path) -> Files:
 
 
 def _open_shards(file: MappedFile) -> Files:
-    path, index = file.path, read_json(file)
+    path, index = file.path, _parse(file)
     where, metadata = index.get("weight_map"), index.get("metadata") or {}
     if not isinstance(where, dict) or not isinstance(metadata, dict):
         file.fail("must have a `weight_map` from tensors to files. Got none.")
@@ -199,4 +198,4 @@ def _open_shards(file: MappedFile) -> Files:
         if name not in shards[shard]:
             file.fail(f"lists {name!r} in the file {shard!r}, which must have it. Got another content.")
         tensors[name] = shards[shard][name]
-    return Files(file, tensors, metadata, _config(path.parent), "safetensors")
+    return Files(file, tensors, metadata, read_json(path.parent / "config.json"), "safetensors")

@@ -23,7 +23,6 @@ from ._checkpoint import Checkpoint
 from ._entry import AnyArray
 from ._files import read_json
 from ._lazy import LazyMapping
-from ._tensors import MappedFile
 
 
 Json = Mapping[str, Any]  # an object of JSON from a file that is not checked field by field
@@ -162,10 +161,8 @@ class _Model:
         }
         if self.scaling == "linear":
             pairs |= {"rope.scaling.type": "linear", "rope.scaling.factor": self._read_scaling("factor")}
-        about: dict[str, object] = {
-            "general.architecture": self.architecture,
-            "general.name": name.stem if name.suffix else name.name,
-        }
+        title = name.stem if name.suffix else name.name
+        about: dict[str, object] = {"general.architecture": self.architecture, "general.name": title}
         return about | {f"{self.architecture}.{key}": value for key, value in pairs.items()}
 
     def _read_scaling(self, key: str) -> float:
@@ -200,11 +197,10 @@ class _Model:
         Raises unless their shapes agree with the hyperparameters.
         """
         names: dict[str, str] = {}
-        layers: set[int] = set()
         for row in self.checkpoint.rows:
             if row.name.endswith(".rotary_emb.inv_freq"):
                 continue
-            name, layer, sizes = self._rename(row.name)
+            name, sizes = self._rename(row.name)
             if name in names:
                 self.fail(f"hold one {name!r}", f"{names[name]!r} and {row.name!r}, which are both called so", "")
             wanted = tuple(self.sizes[size] for size in sizes)
@@ -212,7 +208,7 @@ class _Model:
                 must = f"agree with the arrays: {row.name!r} has the shape {tuple(row.shape)}"
                 self.fail(must, f"{wanted} from ({', '.join(sizes)})")
             names[name] = row.name
-            layers |= set() if layer is None else {layer}
+        layers = {int(name.split(".")[1]) for name in names if name.startswith("blk.")}
         if len(layers) != self.layers or max(layers) != self.layers - 1:
             must = f"agree with the arrays, of {len(layers)} layers up to index {max(layers, default=None)}"
             self.fail(must, f"{self.layers} for 'num_hidden_layers'")
@@ -223,16 +219,16 @@ class _Model:
                 self.fail(f"hold 'model.{name}'", "arrays without it", "")
         return names
 
-    def _rename(self, name: str) -> tuple[str, int | None, tuple[str, ...]]:
-        """Returns the name of an array in llama.cpp, its layer if it is of one, and its sizes."""
+    def _rename(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """Returns the name of an array in llama.cpp, and its sizes."""
         inner = name.removeprefix("model.")
         if inner in _WHOLE:
-            return _WHOLE[inner][0], None, _WHOLE[inner][1:]
+            return _WHOLE[inner][0], _WHOLE[inner][1:]
         found = re.fullmatch(r"layers\.(0|[1-9][0-9]{0,8})\.(.+)\.(weight|bias)", inner)
         if found is None or found[2] not in _PARTS:
             self.fail(f"hold only arrays that its {self.architecture!r} has a name for", repr(name), "")
         part, *sizes = _PARTS[found[2]]
-        return f"blk.{found[1]}.{part}.{found[3]}", int(found[1]), tuple(sizes[:1] if found[3] == "bias" else sizes)
+        return f"blk.{found[1]}.{part}.{found[3]}", tuple(sizes[:1] if found[3] == "bias" else sizes)
 
 
 def _rename_arrays(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
@@ -276,12 +272,8 @@ _PRE_TOKENIZERS = {(): "gpt-2", (_WORDS + "{1,3}" + _OTHERS,): "llama-bpe", (_WO
 
 def _tokenizer(model: _Model) -> dict[str, object]:
     folder = model.folder
-    read = lambda name: read_json(MappedFile(folder / name)) if (folder / name).is_file() else {}
-    described, settings, generation = (
-        read("tokenizer.json"),
-        read("tokenizer_config.json"),
-        read("generation_config.json"),
-    )
+    files = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    described, settings, generation = (read_json(folder / name) for name in files)
     if not described:
         return {"tokenizer.ggml.model": "no_vocab"}
     try:
@@ -352,11 +344,9 @@ def _vocabulary(described: Json, model: _Model) -> dict[str, object]:
         raise ValueError(f"{times} ids for the token {token!r}")
     pairs: dict[str, object] = {"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": kinds}
     if not pieces:
-        about = {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": _find_pre_tokenizer(_object(described, "pre_tokenizer")),
-        }
-        return about | pairs | {"tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
+        before = {"tokenizer.ggml.pre": _find_pre_tokenizer(_object(described, "pre_tokenizer"))}
+        merged = {"tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
+        return {"tokenizer.ggml.model": "gpt2"} | before | pairs | merged
     # llama.cpp first merges the pair whose token has the highest score.
     scores = np.full(model.vocabulary, -float(len(merges)), np.float32)
     for rank, pair in reversed(list(enumerate(merges))):

@@ -312,14 +312,8 @@ class _Plan:
             how = "" if recipe is None else self._how(recipe, place)
             format = entry.format
             rows.append(LoadRow(path, place.shape, entry.dtype, format, sources, how, self.problems_by_path.get(path)))
-        return LoadPlan(
-            tuple(rows),
-            tuple(self.matched.left_out),
-            tuple(self.matched.unknown),
-            self.kept,
-            tuple(self.problems),
-            tuple(self.matched.idle),
-        )
+        found = self.matched
+        return LoadPlan(tuple(rows), found.left_out, found.unknown, self.kept, tuple(self.problems), found.idle)
 
     def _how(self, recipe: Recipe, place: Entry) -> str:
         to, first = recipe.to, self.sources[recipe.sources[0][0]].struct

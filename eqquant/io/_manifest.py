@@ -243,10 +243,8 @@ class _Fields:
         if not axes or len({*axes}) != len(axes) or any(not -len(shape) <= a < 0 for a in axes):
             self.fail(f"Got the axes {str(axes[:40])[:80]} of shape {shape}, which it does not have.")
         gradient_of = self.get("gradient_of", str) if "gradient_of" in self.fields else None
-        if any(
-            d not in DTYPE_NAMES or not jnp.issubdtype(jnp.dtype(d), jnp.floating)
-            for d in (dtype, gradient_of or dtype)
-        ):
+        floating = lambda name: name in DTYPE_NAMES and jnp.issubdtype(jnp.dtype(name), jnp.floating)
+        if not floating(dtype) or not floating(gradient_of or dtype):
             self.fail(f"Got {dtype!r} and {gradient_of!r}, and quantized arrays are floating point.")
         order = self.order(shape) if "order" in self.fields else None
         entry = Entry("quantized", dtype, shape, self.format(known), axes, gradient_of, order=order)

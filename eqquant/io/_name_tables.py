@@ -52,7 +52,10 @@ GPT2 = {
     "*.attn.bias": None,
     "*.attn.masked_bias": None,
 }
-ENCODER = {  # BERT and ViT
+ENCODER = {  # BERT, which calls these `attention.self`, and ViT, `attention.attention`
+    "encoder.layer.{n}.attention.*.query.{p}": "layers.{n}.attention.q.{p}",
+    "encoder.layer.{n}.attention.*.key.{p}": "layers.{n}.attention.k.{p}",
+    "encoder.layer.{n}.attention.*.value.{p}": "layers.{n}.attention.v.{p}",
     "encoder.layer.{n}.attention.output.dense.{p}": "layers.{n}.attention.output.{p}",
     "encoder.layer.{n}.intermediate.dense.{p}": "layers.{n}.mlp.up.{p}",
     "encoder.layer.{n}.output.dense.{p}": "layers.{n}.mlp.down.{p}",
@@ -62,9 +65,6 @@ ENCODER = {  # BERT and ViT
 BERT = {
     "embeddings.{x}_embeddings.weight": "embeddings.{x}.weight",
     "embeddings.LayerNorm.{p}": "embeddings.norm.{p}",
-    "encoder.layer.{n}.attention.self.query.{p}": "layers.{n}.attention.q.{p}",
-    "encoder.layer.{n}.attention.self.key.{p}": "layers.{n}.attention.k.{p}",
-    "encoder.layer.{n}.attention.self.value.{p}": "layers.{n}.attention.v.{p}",
     "encoder.layer.{n}.attention.output.LayerNorm.{p}": "layers.{n}.attention_norm.{p}",
     "encoder.layer.{n}.output.LayerNorm.{p}": "layers.{n}.mlp_norm.{p}",
     "*position_ids": None,
@@ -73,9 +73,6 @@ VIT = {
     "embeddings.cls_token": "cls",
     "embeddings.position_embeddings": "position",
     "embeddings.patch_embeddings.projection.{p}": "patch.{p}",
-    "encoder.layer.{n}.attention.attention.query.{p}": "layers.{n}.attention.q.{p}",
-    "encoder.layer.{n}.attention.attention.key.{p}": "layers.{n}.attention.k.{p}",
-    "encoder.layer.{n}.attention.attention.value.{p}": "layers.{n}.attention.v.{p}",
     "encoder.layer.{n}.layernorm_before.{p}": "layers.{n}.attention_norm.{p}",
     "encoder.layer.{n}.layernorm_after.{p}": "layers.{n}.mlp_norm.{p}",
     "layernorm.{p}": "norm.{p}",

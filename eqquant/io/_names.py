@@ -388,12 +388,12 @@ def rename(names: Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget], chang
 
     `ValueError` if a text is in no path.
     """
-    seen = set()
+    seen, paths = set(), []
 
     def change(path: str) -> str:
+        paths.append(path)
         for old, new in changes.items():
-            if old in path:
-                seen.add(old)
+            seen.update([old] if old in path else ())
             path = path.replace(old, new)
         return path
 
@@ -406,10 +406,6 @@ def rename(names: Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget], chang
 
     renamed = {key: one(target) for key, target in names.items()}
     if absent := [old for old in changes if old not in seen]:
-        targets = [
-            target if isinstance(target, Target) else Target(target) for target in names.values() if target is not None
-        ]
-        paths = [path for to in targets for path in to.paths]
         raise ValueError(
             f"Each text of `changes` must be a part of a path. Got {absent[0]!r}, in none of {', '.join(paths[:10])}."
         )

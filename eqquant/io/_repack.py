@@ -57,6 +57,24 @@ class Unpacked(NamedTuple):
     pack: Callable[[np.ndarray, int, np.ndarray], None] = pack_codes
 
 
+def act_order(t: StoredTensor | None, length: int, groups: int) -> np.ndarray | None:
+    """Returns the order in which groups of inputs are stored, from the group of each input.
+
+    `None` if they are stored in the order of the weight.
+    """
+    if t is None:
+        return None
+    t.expect("I32", (length,))
+    group, size = t.array(), -(-length // groups)
+    expected = np.arange(length) // size
+    if np.array_equal(group, expected) or (group == -1).all():  # compressed-tensors: not set
+        return None
+    order = np.argsort(group, kind="stable")
+    if not np.array_equal(group[order], expected):
+        t.fail(f"It must give each of {groups} groups {size} inputs. Got others.")
+    return order
+
+
 def repack(parts: Unpacked, entry: Entry, source: StoredTensor) -> QuantizedArray | PermutedArray:
     """Makes the quantized array that `entry` describes. Errors name the tensor `source`."""
     if any(entry.shape[a] == 0 for a in entry.axes):

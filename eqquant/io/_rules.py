@@ -69,11 +69,11 @@ class Recipe(NamedTuple):
 class Matched(NamedTuple):
     """The leaves that rules give to the names of a checkpoint."""
 
-    recipes: list[Recipe]
-    left_out: list[str]
-    unknown: list[str]
-    problems: list[str]
-    idle: list[str]
+    recipes: tuple[Recipe, ...]
+    left_out: tuple[str, ...]
+    unknown: tuple[str, ...]
+    problems: tuple[str, ...]
+    idle: tuple[str, ...]
 
 
 class _Match(NamedTuple):
@@ -113,7 +113,7 @@ def match_names(names: NameRules, found: Sequence[str]) -> Matched:
                 "lacks arrays are stacked, by its value"
             )
             continue
-        paths = tuple(_fill(path, groups) for path in to.paths)
+        paths = tuple(GROUP.sub(lambda m, groups=groups: groups.get(m[1], m[0]), path) for path in to.paths)
         layer = grouped.setdefault((index, paths), {}).setdefault(tuple(int(groups[g]) for g in missing), {})
         if part in layer:
             problems.append(f"{', '.join(paths)}: both {layer[part]} and {name}")
@@ -126,10 +126,10 @@ def match_names(names: NameRules, found: Sequence[str]) -> Matched:
             continue
         sources = tuple(tuple(layers[at][n] for n in range(len(rule.shown))) for at in sorted(layers))
         recipes.append(Recipe(paths, rule.to or Target(paths), sources, lengths))
-    unknown = [name for name in found if name not in matches]
+    unknown = tuple(name for name in found if name not in matches)
     busy = {match.rule for match in matches.values()}
-    idle = [", ".join(rule.shown) for index, rule in enumerate(rules) if index not in busy]
-    return Matched(recipes, left_out, unknown, problems, idle)
+    idle = tuple(", ".join(rule.shown) for index, rule in enumerate(rules) if index not in busy)
+    return Matched(tuple(recipes), tuple(left_out), unknown, tuple(problems), idle)
 
 
 def _incomplete(rule: _Rule, layers: Mapping[tuple[int, ...], Mapping[int, str]], lengths: tuple[int, ...]) -> str:
@@ -183,7 +183,3 @@ def _rule(key: object, target: object, literal: bool = False) -> _Rule:
 
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
-
-
-def _fill(path: str, groups: Mapping[str, str]) -> str:
-    return GROUP.sub(lambda m: groups.get(m[1], m[0]), path)

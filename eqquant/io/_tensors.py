@@ -41,6 +41,9 @@ DTYPES: dict[str, tuple[int, str | None]] = {
     "F6_E3M2": (6, None),
     "F4": (4, "float4_e2m1fn"),
 }
+FLOATS = ("F16", "BF16", "F32")
+FLOAT_NAMES = ("float16", "bfloat16", "float32")
+SMALL_FLOATS = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4")
 NAME_OF = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None}
 
 # NumPy's limit, so that every shape that passes can be the shape of an array.
@@ -132,6 +135,14 @@ class StoredTensor:
     def fail(self, rule: str) -> NoReturn:
         """Raises a `ValueError` that names the file and the tensor."""
         self.file.fail(f"must hold a valid {self.name!r}: {rule}")
+
+    def expect(self, dtypes: str | tuple[str, ...], shape: tuple[int | None, ...]) -> None:
+        """Raises unless it is of one of the dtypes, and of the shape. `None` is any length."""
+        dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
+        fits = len(shape) == len(self.shape) and all(n in (None, own) for n, own in zip(shape, self.shape, strict=True))
+        if self.dtype not in dtypes or not fits:
+            lengths = ", ".join("any" if n is None else str(n) for n in shape)
+            self.fail(f"It must be {' or '.join(dtypes)} of [{lengths}]. Got {self.dtype} of {list(self.shape)}.")
 
     def bytes(self) -> np.ndarray:
         """Returns the bytes: a view of the file, one-dimensional."""

@@ -16,6 +16,7 @@ from .. import _formats as formats
 from .._formats.iq import AbstractGridFormat
 from .._numerics.packing import packed_length
 from ._bits import pack_codes
+from ._gguf import SIZES
 
 
 _VALUES = 256  # of a block
@@ -139,81 +140,56 @@ def _byte_run(part: str, start: int, count: int) -> Run:
     return Run(part, start, 8, ((count, 8),))
 
 
-# By name: the bytes of a block are in the order of ggml's struct.
+# By name: the bits of a block, whose bytes are in the order of ggml's struct.
+_RUNS = {
+    "IQ2_XXS": (
+        _SCALE,
+        Run("index", 16, 8, ((8, 64), (4, 8))),
+        Run("signs", 48, 7, ((8, 64), (4, 7))),
+        Run("scales", 76, 4, ((8, 64),)),
+    ),
+    "IQ2_XS": (
+        _SCALE,
+        Run("index", 16, 9, ((32, 16),)),
+        Run("signs", 25, 7, ((32, 16),)),
+        Run("scales", 16 + 512, 4, ((16, 4),)),
+    ),
+    "IQ2_S": (
+        _SCALE,
+        _byte_run("index", 16, 32),
+        _byte_run("signs", 16 + 256, 32),
+        Run("index", 16 + 512, 2, ((32, 2),), low=8),
+        Run("scales", 16 + 576, 4, ((16, 4),)),
+    ),
+    "IQ3_XXS": (
+        _SCALE,
+        _byte_run("index", 16, 64),
+        Run("signs", 16 + 512, 7, ((8, 32), (4, 7))),
+        Run("scales", 16 + 512 + 28, 4, ((8, 32),)),
+    ),
+    "IQ3_S": (
+        _SCALE,
+        _byte_run("index", 16, 64),
+        Run("index", 16 + 512, 1, ((64, 1),), low=8),
+        _byte_run("signs", 16 + 576, 32),
+        Run("scales", 16 + 832, 4, ((8, 4),)),
+    ),
+    "IQ1_S": (
+        _SCALE,
+        _byte_run("index", 16, 32),
+        Run("index", 16 + 256, 3, ((8, 16), (4, 3)), low=8),
+        Run("scales", 16 + 256 + 12, 3, ((8, 16),)),
+        Run("down", 16 + 256 + 15, 1, ((8, 16),)),
+    ),
+    "IQ1_M": (
+        _byte_run("index", 0, 32),
+        Run("index", 256, 3, ((32, 4),), low=8),
+        Run("down", 259, 1, ((32, 4),)),
+        Run("scales", 384, 3, ((4, 16), (4, 3))),
+        # Four bits of the float are in each of the words of scales.
+        *(Run("scale", 384 + 16 * n + 12, 4, (), low=4 * n) for n in range(4)),
+    ),
+}
 VECTOR_BLOCK_TYPES = {
-    "IQ2_XXS": VectorBlockType(
-        formats.IQ2_XXS(),
-        66,
-        (
-            _SCALE,
-            Run("index", 16, 8, ((8, 64), (4, 8))),
-            Run("signs", 48, 7, ((8, 64), (4, 7))),
-            Run("scales", 76, 4, ((8, 64),)),
-        ),
-    ),
-    "IQ2_XS": VectorBlockType(
-        formats.IQ2_XS(),
-        74,
-        (
-            _SCALE,
-            Run("index", 16, 9, ((32, 16),)),
-            Run("signs", 25, 7, ((32, 16),)),
-            Run("scales", 16 + 512, 4, ((16, 4),)),
-        ),
-    ),
-    "IQ2_S": VectorBlockType(
-        formats.IQ2_S(),
-        82,
-        (
-            _SCALE,
-            _byte_run("index", 16, 32),
-            _byte_run("signs", 16 + 256, 32),
-            Run("index", 16 + 512, 2, ((32, 2),), low=8),
-            Run("scales", 16 + 576, 4, ((16, 4),)),
-        ),
-    ),
-    "IQ3_XXS": VectorBlockType(
-        formats.IQ3_XXS(),
-        98,
-        (
-            _SCALE,
-            _byte_run("index", 16, 64),
-            Run("signs", 16 + 512, 7, ((8, 32), (4, 7))),
-            Run("scales", 16 + 512 + 28, 4, ((8, 32),)),
-        ),
-    ),
-    "IQ3_S": VectorBlockType(
-        formats.IQ3_S(),
-        110,
-        (
-            _SCALE,
-            _byte_run("index", 16, 64),
-            Run("index", 16 + 512, 1, ((64, 1),), low=8),
-            _byte_run("signs", 16 + 576, 32),
-            Run("scales", 16 + 832, 4, ((8, 4),)),
-        ),
-    ),
-    "IQ1_S": VectorBlockType(
-        formats.IQ1_S(),
-        50,
-        (
-            _SCALE,
-            _byte_run("index", 16, 32),
-            Run("index", 16 + 256, 3, ((8, 16), (4, 3)), low=8),
-            Run("scales", 16 + 256 + 12, 3, ((8, 16),)),
-            Run("down", 16 + 256 + 15, 1, ((8, 16),)),
-        ),
-    ),
-    "IQ1_M": VectorBlockType(
-        formats.IQ1_M(),
-        56,
-        (
-            _byte_run("index", 0, 32),
-            Run("index", 256, 3, ((32, 4),), low=8),
-            Run("down", 259, 1, ((32, 4),)),
-            Run("scales", 384, 3, ((4, 16), (4, 3))),
-            # Four bits of the float are in each of the words of scales.
-            *(Run("scale", 384 + 16 * n + 12, 4, (), low=4 * n) for n in range(4)),
-        ),
-    ),
+    name: VectorBlockType(getattr(formats, name)(), SIZES[name][1], runs) for name, runs in _RUNS.items()
 }

@@ -6,7 +6,6 @@ from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..._formats import Int2, Int3, Int4, Int5, Int6, Int8
 from ..._formats.base import AbstractFormat
@@ -14,14 +13,12 @@ from .._entry import AnyArray, Entry
 from .._files import Files
 from .._memory import to_jax
 from .._repack import repack, Unpacked
-from .._tensors import DTYPES, StoredTensor
+from .._tensors import DTYPES, SMALL_FLOATS, StoredTensor
 from ._settings import find_settings, find_unknown
 
 
 # The integer format of each width.
 INTEGERS = {8: Int8, 6: Int6, 5: Int5, 4: Int4, 3: Int3, 2: Int2}
-FLOATS = ("F16", "BF16", "F32")
-SMALL_FLOATS = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4")
 # What libraries store beside `L.weight`, by its name after `L`. Beside an array of another name, such as `experts.up`,
 # stand those that begin with `weight`: `weight_scale` is `experts.up_scale`. What belongs to activations, such as
 # `input_scale`, is an array of its own.
@@ -153,16 +150,19 @@ def take(parts: Parts, name: str, t: StoredTensor) -> StoredTensor:
 
 def read_items(
     files: Files,
-    groups: Mapping[str, Parts],
+    groups: Mapping[str, Parts] | Iterable[str],
     read: Callable[[str, Parts], Item],
     settings: Mapping[str, object] | None = None,
 ) -> dict[str, Item]:
     """Returns an item for each weight, and for every tensor that belongs to none.
 
+    `groups`: the tensors of each weight, or the names of the weights.
+
     `read` takes out the parts that it uses, or whose values it checks. A part that is left is an error, as is an
     unknown one of the `settings` (by default those of `config.json`): both may change values.
     """
     unknown = find_unknown(find_settings(files) if settings is None else settings)
+    groups = groups if isinstance(groups, Mapping) else group(files, groups)
 
     def item(name: str, parts: Parts) -> Item:
         left, tensors = dict(parts), parts.values()
@@ -217,27 +217,3 @@ def as_format(t: StoredTensor, cls: Callable[..., AbstractFormat], *fields: obje
         return cls(*fields)
     except ValueError as e:
         t.fail(f"Got a layout for which eqquant has no format. {e}")
-
-
-def expect(t: StoredTensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    """Raises unless a tensor is of one of the dtypes, and of the shape."""
-    if t.dtype not in dtypes or t.shape != shape:
-        t.fail(f"It must be {' or '.join(dtypes)} of {list(shape)}. Got {t.dtype} of {list(t.shape)}.")
-
-
-def act_order(t: StoredTensor | None, length: int, groups: int) -> np.ndarray | None:
-    """Returns the order in which groups of inputs are stored, from the group of each input.
-
-    `None` if they are stored in the order of the weight.
-    """
-    if t is None:
-        return None
-    expect(t, ("I32",), (length,))
-    group, size = t.array(), -(-length // groups)
-    expected = np.arange(length) // size
-    if np.array_equal(group, expected) or (group == -1).all():  # compressed-tensors: not set
-        return None
-    order = np.argsort(group, kind="stable")
-    if not np.array_equal(group[order], expected):
-        t.fail(f"It must give each of {groups} groups {size} inputs. Got others.")
-    return order

@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ..._formats import FP8, Int8, MXFP4, MXFP8, NVFP4
+from ..._formats import FP8, MXFP4, MXFP8, NVFP4
 from ..._numerics.blocks import BlockSize, num_blocks
 from .._bits import unpack_low_first
-from .._repack import Nested, Unpacked
-from .._tensors import DTYPES, StoredTensor
-from ._item import act_order, as_format, expect, FLOATS, Item, unreadable_item, weight
+from .._repack import act_order, Nested, Unpacked
+from .._tensors import DTYPES, FLOATS, StoredTensor
+from ._item import as_format, INTEGERS, Item, unreadable_item, weight
 
 
 class ScaleGrid(NamedTuple):
@@ -51,9 +51,7 @@ def find_scale_grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int
     if all(n in (1, b) for n, b in zip(found, batch, strict=False)):
         if rows == blocks == 1:
             return ScaleGrid(found, "tensor" if math.prod(found) == 1 < math.prod(shape[:-1]) else None, out)
-        if tiles and tile is not None:
-            return ScaleGrid(found, None if blocks == 1 else width, height)
-        if rows == out:
+        if rows == out and not (tiles and tile):
             return ScaleGrid(found, group_size(scale, blocks, length), 1)
         if tiles:
             return ScaleGrid(found, None if blocks == 1 else width, height)
@@ -80,6 +78,7 @@ def scaled_item(
     dtype: str | None = None,
     tile: tuple[int, int] | None = None,
     groups: StoredTensor | None = None,
+    bits: int = 8,
 ) -> Item:
     """An array of bytes, int8 or fp8. A scale of a tile is stored once for each row of it.
 
@@ -89,6 +88,7 @@ def scaled_item(
     - `dtype`: the dtype of the result; by default the dtype of the scales.
     - `tile`: as for `find_scale_grid`.
     - `groups`: as for `act_order`.
+    - `bits`: how many bits the integers have, one in each byte.
     """
     if t.dtype not in ("I8", "F8_E4M3", "F8_E5M2") or len(t.shape) < 2:
         return unreadable_item(t, t.dtype, f"eqquant does not know scales of {t.dtype}{list(t.shape)}")
@@ -101,14 +101,19 @@ def scaled_item(
         zero = None
     if zero is not None and (zero.dtype != "I8" or math.prod(zero.shape) != math.prod(layout.shape)):
         zero.fail(f"It must have the shape of the scale, in I8. Got {zero.dtype} of {list(zero.shape)}.")
-    kind = (Int8, layout.block, zero is None) if signed else (FP8, float_kind(t), layout.block)
+    kind = (INTEGERS[bits], layout.block, zero is None) if signed else (FP8, float_kind(t), layout.block)
     order = act_order(groups, length, layout.shape[-1])
-    to_codes = lambda x: x.view(np.uint8) ^ np.uint8(128) if signed else x.view(np.uint8)
+    to_codes = lambda x: x.view(np.uint8) + np.uint8(2 ** (bits - 1)) if signed else x.view(np.uint8)
+
+    def stored(start: int, stop: int) -> np.ndarray:
+        found = to_codes(t.array().reshape(-1, length)[start:stop])
+        if bits < 8 and (found >= 2**bits).any():
+            t.fail(f"Got a code that is no integer of {bits} bits.")
+        return found
 
     def load() -> Unpacked:
         spread = lambda x: layout.spread(x, tuple(batch), out)
         zeros = None if zero is None else spread(to_codes(zero.array()))
-        stored = lambda start, stop: to_codes(t.array().reshape(-1, length)[start:stop])
         codes = stored if order is None else lambda start, stop: stored(start, stop).take(order, axis=1)
         return Unpacked(codes, spread(as_float32(scale)), zeros, order=order)
 
@@ -123,7 +128,7 @@ def crop(item: Item, size: StoredTensor | None) -> Item:
     """
     if size is None or item.problem is not None:
         return item
-    expect(size, ("I64",), (len(item.entry.shape),))
+    size.expect("I64", (len(item.entry.shape),))
     entry, shape = item.entry, tuple(int(n) for n in size.array())
     if shape == entry.shape:
         return item
@@ -199,7 +204,7 @@ def microscaled_item(
     block, special, dtypes = (16, 127, ("F8_E4M3", "U8")) if nested else (32, 255, ("U8", "F8_E8M0"))
     shape = (*batch, -(-length // block))
     if not tiled:
-        expect(scale, dtypes, shape)
+        scale.expect(dtypes, shape)
     elif scale.dtype not in dtypes or scale.nbytes != -(-rows // 128) * -(-shape[-1] // 4) * 512:
         scale.fail(f"It must hold tiles of 128 x 4 of {list(shape)} scales. Got {scale.dtype} of {list(scale.shape)}.")
 

@@ -23,14 +23,13 @@ from ..._formats.base import AbstractFormat
 from .._bits import unpack_high_first
 from .._files import Files
 from .._repack import Unpacked
-from .._tensors import num_bytes, parse_json, StoredTensor
-from ._item import expect, find_weights, FLOATS, group, Item, Parts, read_items, take, weight
+from .._tensors import FLOAT_NAMES, FLOATS, num_bytes, parse_json, StoredTensor
+from ._item import find_weights, Item, Parts, read_items, take, weight
 
 
 NAME = "bitsandbytes"
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
-_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_STATE = 100_000
 
 
@@ -44,16 +43,15 @@ def _weights(files: Files) -> list[str]:
 
 def items(files: Files) -> dict[str, Item]:
     read = lambda name, parts: _int8(parts) if "SCB" in parts else _four_bits(name, parts)
-    return read_items(files, group(files, _weights(files)), read)
+    return read_items(files, _weights(files), read)
 
 
 def _int8(parts: Parts) -> Item:
     t, scb, order = parts.pop("weight"), parts.pop("SCB"), parts.pop("weight_format", None)
-    if t.dtype != "I8" or len(t.shape) != 2:
-        t.fail(f"It must be int8 of two dimensions. Got {t.dtype} of {list(t.shape)}.")
+    t.expect("I8", (None, None))
     if order is not None and order.bytes().any():
         order.fail(f"It must be 0, which says that the weight is stored by rows. Got {order.array().tolist()}.")
-    expect(scb, ("F32",), t.shape[:1])
+    scb.expect("F32", t.shape[:1])
     codes = lambda start, stop: t.array()[start:stop].view(np.uint8) ^ 128
     load = lambda: Unpacked(codes, (scb.array() / np.float32(127))[:, None])
     return Item(weight(Int8(), t.shape, "float16"), "LLM.int8", (t,), load)
@@ -71,10 +69,10 @@ def _four_bits(name: str, parts: Parts) -> Item:
         t.fail(f"It must be U8 of {[-(-size // 2), 1]}, or floats of as many bytes. Got {t.dtype} of {list(t.shape)}.")
     scales = -(-size // block)
     absmax, table = take(parts, "weight.absmax", t), take(parts, "weight.quant_map", t)
-    expect(table, ("F32",), (16,))
+    table.expect("F32", (16,))
     format, order = _format(table, block)
     nested = "weight.nested_absmax" in parts
-    expect(absmax, ("U8",) if nested else ("F32",), (scales,))
+    absmax.expect("U8" if nested else "F32", (scales,))
     read_scales = _read_nested_scales(parts, absmax, state, state_tensor) if nested else absmax.array
     rows = shape[-1] % block == 0
     axes = (-1,) if rows else tuple(range(-len(shape), 0))
@@ -106,8 +104,8 @@ def _state(
         state_tensor.fail("It must have a shape that an array can have. Got more values or dimensions.")
     if type(block) is not int or not 2 <= block < 2**31 or block % 2:
         state_tensor.fail(f"It must have an even block size. Got {str(block)[:80]}.")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        state_tensor.fail(f"It must have a dtype, one of {', '.join(_DTYPES)}. Got {str(dtype)[:80]!r}.")
+    if not isinstance(dtype, str) or dtype not in FLOAT_NAMES:
+        state_tensor.fail(f"It must have a dtype, one of {', '.join(FLOAT_NAMES)}. Got {str(dtype)[:80]!r}.")
     return tuple(shape), block, dtype, state
 
 
@@ -126,8 +124,8 @@ def _read_nested_scales(
     outer, table = parts.pop("weight.nested_absmax"), take(parts, "weight.nested_quant_map", absmax)
     (scales,) = absmax.shape
     inner = min(inner, max(scales, 1))  # a number alone must not allocate
-    expect(outer, ("F32",), (-(-scales // inner),))
-    expect(table, ("F32",), (256,))
+    outer.expect("F32", (-(-scales // inner),))
+    table.expect("F32", (256,))
 
     def read() -> np.ndarray:
         return table.array()[absmax.array()] * np.repeat(outer.array(), inner)[:scales] + np.float32(offset)

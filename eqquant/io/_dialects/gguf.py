@@ -58,11 +58,6 @@ def _load(t: StoredTensor) -> Unpacked:
         codes,
         Nested(read("scales"), scale) if "scales" in kind.parts else scale,
         offset=Nested(read("offsets"), -offset) if "offsets" in kind.parts and offset is not None else offset,
-        pack=_copy_packed if isinstance(kind, VectorBlockType) else pack_codes,
+        # Codes of a vector format are packed already.
+        pack=(lambda codes, _, out: np.copyto(out, codes)) if isinstance(kind, VectorBlockType) else pack_codes,
     )
-
-
-def _copy_packed(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Takes codes that are packed already."""
-    del bits
-    out[...] = codes

@@ -12,7 +12,7 @@ import dataclasses
 
 from ..._formats import MXFP4
 from .._files import Files
-from ._item import expect, find_weights, group, Item, Parts, read_items, weight
+from ._item import find_weights, Item, Parts, read_items, weight
 from ._scaled import microscaled_item
 
 
@@ -24,16 +24,15 @@ def recognizes(files: Files) -> bool:
 
 
 def items(files: Files) -> dict[str, Item]:
-    return read_items(files, group(files, find_weights(files, "weight_blocks")), _experts)
+    return read_items(files, find_weights(files, "weight_blocks"), _experts)
 
 
 def _experts(base: str, parts: Parts) -> Item:
     t, scale = parts.pop("weight_blocks"), parts.pop("weight_scales", None)
     if scale is None:
         t.fail(f"It must have a companion '{base}_scales'. Got none.")
-    if t.dtype != "U8" or len(t.shape) != 4 or t.shape[-1] != 16:
-        t.fail(f"It must be U8 of four dimensions, the last of 16. Got {t.dtype} of {list(t.shape)}.")
-    expect(scale, ("U8",), t.shape[:-1])
+    t.expect("U8", (None, None, None, 16))
+    scale.expect("U8", t.shape[:-1])
     experts, rows, blocks, _ = t.shape
     item = microscaled_item(dataclasses.replace(t, shape=(experts, rows, blocks * 16)), scale, MXFP4())
     return dataclasses.replace(item, entry=weight(MXFP4(), (experts, blocks * 32, rows), "bfloat16", axes=(-2,)))

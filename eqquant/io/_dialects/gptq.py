@@ -29,23 +29,9 @@ import numpy as np
 
 from .._bits import in_each_byte, off_stride, pack_codes, pack_columns, unpack_columns, unpack_low_first
 from .._files import Files, read_json
-from .._repack import Unpacked
-from .._tensors import DTYPES, MappedFile, StoredTensor
-from ._item import (
-    act_order,
-    as_format,
-    expect,
-    find_weights,
-    FLOATS,
-    group,
-    INTEGERS,
-    Item,
-    Parts,
-    read_items,
-    take,
-    unreadable_item,
-    weight,
-)
+from .._repack import act_order, Unpacked
+from .._tensors import DTYPES, FLOATS, StoredTensor
+from ._item import as_format, find_weights, INTEGERS, Item, Parts, read_items, take, unreadable_item, weight
 from ._settings import find_settings
 
 
@@ -65,7 +51,7 @@ def items(files: Files) -> dict[str, Item]:
     settings = find_settings(files, "quantization_config") or _read_settings_file(files)
     layout = _layout(settings)
     read = lambda name, parts: _item(parts, layout, _find_layer_settings(settings, name))
-    return read_items(files, group(files, find_weights(files, "qweight")), read, settings)
+    return read_items(files, find_weights(files, "qweight"), read, settings)
 
 
 def _read_settings_file(files: Files) -> Mapping[str, object]:
@@ -74,7 +60,7 @@ def _read_settings_file(files: Files) -> Mapping[str, object]:
     Later ones are in `config.json`.
     """
     path = files.file.path.with_name("quantize_config.json")
-    return {"quant_method": "gptq", **read_json(MappedFile(path))} if path.is_file() else {}
+    return {"quant_method": "gptq", **read_json(path)} if path.is_file() else {}
 
 
 class _Layout(NamedTuple):
@@ -82,6 +68,13 @@ class _Layout(NamedTuple):
 
     name: str | None
     problem: str = ""
+
+
+# The layout by what a configuration says, for each `quant_method`, and how an error names what can be read.
+_SAID = {
+    "gptq": ({None: "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}, "`checkpoint_format` gptq or gptq_v2"),
+    "awq": ({None: "awq", "gemm": "awq", "exllama": "awq"}, "`version` gemm of AWQ"),
+}
 
 
 def _layout(settings: Mapping[str, object]) -> _Layout:
@@ -92,21 +85,16 @@ def _layout(settings: Mapping[str, object]) -> _Layout:
     if "auto-round" in method or "auto_round" in method:  # `intel/auto-round` too
         said = settings.get("packing_format", settings.get("backend"))
         parts = str(said).lower().split(":")
-        if "awq" in parts or "auto_awq" in parts:
-            return _Layout("awq")
-        if "gptq" in parts or "auto_gptq" in parts:
-            return _Layout("gptq")
+        for layout in ("awq", "gptq"):
+            if layout in parts or f"auto_{layout}" in parts:
+                return _Layout(layout)
         if parts[0] in ("auto_round", "autoround", "auto-round"):
             return _Layout("gptq_v2")
         rule = "`packing_format` of AutoRound that begins with auto_round"
-    elif method == "gptq":
-        if said in (None, "gptq", "gptq_v2") and not marlin:
-            return _Layout(said or "gptq")
-        rule = "`checkpoint_format` gptq or gptq_v2"
-    elif method == "awq":
-        if said in (None, "gemm", "exllama") and not marlin:
-            return _Layout("awq")
-        rule = "`version` gemm of AWQ"
+    elif method in _SAID:
+        layouts, rule = _SAID[method]
+        if said in layouts and not marlin:
+            return _Layout(layouts[said])
     elif method:
         rule, said = "`quant_method` gptq, awq or auto-round", method
     else:
@@ -137,8 +125,7 @@ def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> It
     bits = zeros.shape[1] * 32 // out if out else 0
     awq = t.shape[1] != out
     if bits not in _BITS or (awq and bits != 4):
-        problem = "eqquant reads 2, 3, 4 and 8 bits of GPTQ, and 4 bits of AWQ"
-        return unreadable_item(t, f"{bits} bits", problem)
+        return unreadable_item(t, f"{bits} bits", "eqquant reads 2, 3, 4 and 8 bits of GPTQ, and 4 bits of AWQ")
     # Without a configuration, shapes tell AWQ from GPTQ, and AWQ has one way to store zero points.
     layout = declared.name or ("awq" if awq and not settings else None)
     if layout is None:
@@ -146,8 +133,8 @@ def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> It
     if (layout == "awq") != awq:
         t.fail(f"It must have the shape of {layout}, as the configuration says. Got {list(t.shape)}.")
     length = t.shape[0] if awq else t.shape[0] * 32 // bits
-    expect(zeros, ("I32",), (groups, out * bits // 32))
-    expect(t, ("I32",), (length, out // 8) if awq else (length * bits // 32, out))
+    zeros.expect("I32", (groups, out * bits // 32))
+    t.expect("I32", (length, out // 8) if awq else (length * bits // 32, out))
     if groups < 1 or length < 1 or length % groups:
         scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
     size, actual = settings.get("group_size"), length // groups

@@ -17,29 +17,16 @@ from ..._formats import MLX, MXFP4, MXFP8, NVFP4
 from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
-from .._tensors import DTYPES
-from ._item import (
-    as_format,
-    expect,
-    find_weights,
-    FLOATS,
-    group,
-    Item,
-    Parts,
-    read_items,
-    take,
-    unreadable_item,
-    weight,
-)
+from .._tensors import DTYPES, FLOATS
+from ._item import as_format, find_weights, Item, Parts, read_items, take, unreadable_item, weight
 from ._scaled import microscaled_item
 from ._settings import find_settings
 
 
 NAME = "mlx"
 
-# The bits and the group size of each mode. In mode affine the configuration says them.
-_MODES = {"affine": None, "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
-_FORMATS = {"mxfp4": MXFP4(), "mxfp8": MXFP8(), "nvfp4": NVFP4()}
+# The format of each mode. In mode affine the configuration says bits and group size.
+MODES = {"affine": None, "mxfp4": MXFP4(), "mxfp8": MXFP8(), "nvfp4": NVFP4()}
 _BITS = (2, 3, 4, 5, 6, 8)
 
 
@@ -60,16 +47,17 @@ def items(files: Files) -> dict[str, Item]:
 
     layers = [own for own in common.values() if isinstance(own, dict)]
     settings = {key: value for own in (common, *layers) for key, value in own.items() if not isinstance(value, dict)}
-    return read_items(files, group(files, _weights(files)), read, settings)
+    return read_items(files, _weights(files), read, settings)
 
 
 def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
     t, scale = parts.pop("weight"), parts.pop("scales")
     mode = settings.get("mode", "affine")
-    if not isinstance(mode, str) or mode not in _MODES:
-        problem = f"eqquant reads the modes {', '.join(_MODES)} of MLX, not {str(mode)[:40]!r}"
+    if not isinstance(mode, str) or mode not in MODES:
+        problem = f"eqquant reads the modes {', '.join(MODES)} of MLX, not {str(mode)[:40]!r}"
         return unreadable_item(t, str(mode)[:40], problem)
-    only = _MODES[mode]
+    format = MODES[mode]
+    only = format and (format.bits, format.block_size)
     bits, size = (settings.get(key, only and only[n]) for n, key in enumerate(("bits", "group_size")))
     if bits is None or size is None:
         problem = "`quantization` of `config.json` must say `bits` and `group_size`: several fit these shapes"
@@ -83,15 +71,14 @@ def _item(parts: Parts, settings: Mapping[str, object]) -> Item:
     if length % size:
         t.fail(f"It must hold rows of whole groups of {size}. Got {length} values.")
     stored_as = f"{mode}, {bits} bits"
-    if only is not None:
+    if format is not None:
         if (bits, size) != only:
             t.fail(f"It must have {only} bits and values in a group in the mode {mode}. Got {(bits, size)}.")
-        return dataclasses.replace(microscaled_item(t, scale, _FORMATS[mode]), stored_as=stored_as)
+        return dataclasses.replace(microscaled_item(t, scale, format), stored_as=stored_as)
     bias = take(parts, "biases", t)
-    expect(scale, FLOATS, (*t.shape[:-1], length // size))
-    expect(bias, (scale.dtype,), scale.shape)
+    scale.expect(FLOATS, (*t.shape[:-1], length // size))
+    bias.expect(scale.dtype, scale.shape)
     dtype = str(DTYPES[scale.dtype][1])
     codes = lambda start, stop: unpack_low_first(t.bytes().reshape(-1, t.shape[-1] * 4)[start:stop], bits)
     load = lambda: Unpacked(codes, scale.array(), offset=bias.array())
-    entry = weight(as_format(t, MLX, bits, size, dtype), (*t.shape[:-1], length), dtype)
-    return Item(entry, stored_as, (t,), load)
+    return Item(weight(as_format(t, MLX, bits, size, dtype), (*t.shape[:-1], length), dtype), stored_as, (t,), load)

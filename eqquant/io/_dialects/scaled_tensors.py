@@ -37,22 +37,9 @@ import numpy as np
 from ..._formats import Int8, MXFP4, MXFP8, NVFP4
 from .._bits import unpack_low_first
 from .._files import Files
-from .._repack import Unpacked
-from .._tensors import parse_json, StoredTensor
-from ._item import (
-    act_order,
-    as_format,
-    expect,
-    find_weights,
-    group,
-    INTEGERS,
-    Item,
-    Parts,
-    read_items,
-    SMALL_FLOATS,
-    unreadable_item,
-    weight,
-)
+from .._repack import act_order, Unpacked
+from .._tensors import parse_json, SMALL_FLOATS, StoredTensor
+from ._item import as_format, find_weights, group, INTEGERS, Item, Parts, read_items, unreadable_item, weight
 from ._scaled import as_float32, crop, find_scale_grid, float_kind, microscaled_item, scale_dtype, scaled_item
 from ._settings import find_settings, weights_of_groups
 
@@ -130,8 +117,7 @@ def _packed_item(parts: Parts, settings: _Settings) -> Item:
         return microscaled_item(t, scale, MXFP4())
     size = parts.pop("weight_shape", None)
     if t.dtype != "I32" or size is None or size.dtype != "I64" or size.shape != (len(t.shape),):
-        problem = f"it is neither integers nor MXFP4: {t.dtype} with scales of {scale.dtype}"
-        return unreadable_item(t, NAME, problem)
+        return unreadable_item(t, NAME, f"it is neither integers nor MXFP4: {t.dtype} with scales of {scale.dtype}")
     shape = tuple(int(n) for n in size.array())
     length = shape[-1]
     if shape[:-1] != t.shape[:-1] or length < 1:
@@ -153,7 +139,7 @@ def _integers(parts: Parts, t: StoredTensor, scale: StoredTensor, shape: tuple[i
     zero = parts.pop("weight_zero_point", None)
     whole = zero is not None and zero.dtype == "I8" and math.prod(zero.shape) == math.prod(layout.shape)
     if zero is not None and not whole:
-        expect(zero, ("I32",), (*batch, -(-out * bits // 32), blocks))
+        zero.expect("I32", (*batch, -(-out * bits // 32), blocks))
     order = act_order(parts.pop("weight_g_idx", None), length, blocks)
     # Int8 holds codes of seven bits too, with the zero where its own is.
     cls, shift = INTEGERS.get(bits, Int8), np.uint8(0 if bits in INTEGERS else 128 - 2 ** (bits - 1))

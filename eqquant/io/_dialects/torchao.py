@@ -17,6 +17,7 @@ Scales of MXTensor and NVFP4Tensor may be in tiles (`is_swizzled_scales`). Layou
 the type.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -25,14 +26,12 @@ from ..._formats import MLX, MXFP4, MXFP8, NVFP4
 from .._bits import unpack_low_first
 from .._files import Files
 from .._repack import Unpacked
-from .._tensors import DTYPES, parse_json, StoredTensor
-from ._item import as_format, expect, FLOATS, group, INTEGERS, Item, Parts, read_items, unreadable_item, weight
-from ._scaled import as_float32, float_kind, group_size, microscaled_item, scale_dtype, scaled_item
+from .._tensors import DTYPES, FLOAT_NAMES, FLOATS, parse_json, StoredTensor
+from ._item import as_format, group, INTEGERS, Item, Parts, read_items, unreadable_item, weight
+from ._scaled import float_kind, microscaled_item, scaled_item
 
 
 NAME = "torchao"
-
-_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def recognizes(files: Files) -> bool:
@@ -67,8 +66,7 @@ def _item(about: Mapping[str, object], parts: Parts) -> Item:
     first, names = next(iter(parts.values())), ", ".join(part.removeprefix("_weight_") for part in parts)
     attributes = attributes if isinstance(attributes, dict) else {}
     if kind not in _KINDS:
-        problem = f"eqquant does not read torchao's {kind}; it reads {', '.join(_KINDS)}"
-        return unreadable_item(first, kind, problem)
+        return unreadable_item(first, kind, f"eqquant does not read torchao's {kind}; it reads {', '.join(_KINDS)}")
     take = lambda part: parts.pop(f"_weight_{part}", None)
     t, scale = take("qdata"), take("_scale_e4m3" if kind == "NVFP4Tensor" else "scale")
     if t is None or scale is None or len(t.shape) != 2:
@@ -96,7 +94,7 @@ _KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor", "Float8Tensor"
 def _dtype(attributes: Mapping[str, object]) -> str | None:
     for key in ("dtype", "orig_dtype", "_orig_dtype"):
         value = attributes.get(key)
-        if isinstance(value, dict) and value.get("_data") in _DTYPES:
+        if isinstance(value, dict) and value.get("_data") in FLOAT_NAMES:
             return value["_data"]
     return None
 
@@ -109,9 +107,8 @@ def _int4(t: StoredTensor, scale: StoredTensor, zero: StoredTensor | None) -> It
     out, half = t.shape
     if t.dtype not in ("I8", "U8") or zero is None:
         t.fail(f"It must be I8 or U8 with `zero_point`. Got {t.dtype}{' without' if zero is None else ''}.")
-    if scale.dtype not in FLOATS or len(scale.shape) != 2 or scale.shape[1] != out:
-        scale.fail(f"It must be floats of (groups, {out}). Got {scale.dtype} of {list(scale.shape)}.")
-    expect(zero, (scale.dtype,), scale.shape)
+    scale.expect(FLOATS, (None, out))
+    zero.expect(scale.dtype, scale.shape)
     groups, length = scale.shape[0], 2 * half
     if groups < 1 or length < 1 or length % groups:
         scale.fail(f"It must divide {length} inputs into equal groups. Got {groups}.")
@@ -138,17 +135,7 @@ def _few_bits(
     bits = next((n for n in INTEGERS if name == f"int{n}"), 8)
     if t.dtype != "I8" or len(scale.shape) != 2 or scale.shape[0] != t.shape[0]:
         t.fail(f"It must be I8, with scales of two dimensions. Got {t.dtype} and {list(scale.shape)}.")
-    if zero is not None and (zero.dtype != "I8" or zero.shape != scale.shape):
-        zero.fail(f"It must be I8 of {list(scale.shape)}. Got {zero.dtype} of {list(zero.shape)}.")
-    half = np.uint8(2 ** (bits - 1))
-    zeros = None if zero is None or not zero.array().any() else zero.array().view(np.uint8) + half
-    format = as_format(scale, INTEGERS[bits], group_size(scale, scale.shape[1], t.shape[1]), zeros is None)
-
-    def codes(start: int, stop: int) -> np.ndarray:
-        found = t.array()[start:stop].view(np.uint8) + half
-        if (found >= 2 * int(half)).any():
-            t.fail(f"Got a code that is no integer of {bits} bits.")
-        return found
-
-    entry = weight(format, t.shape, dtype or scale_dtype(scale))
-    return Item(entry, f"{bits} bits", (t,), lambda: Unpacked(codes, as_float32(scale), zeros))
+    if zero is not None:
+        zero.expect("I8", scale.shape)
+    zero = zero if zero is not None and zero.array().any() else None
+    return dataclasses.replace(scaled_item(t, scale, zero, dtype, bits=bits), stored_as=f"{bits} bits")

@@ -20,7 +20,7 @@ from ..._array.array import QuantizedArray
 from ..._array.codes import row_length
 from ..._formats import Codebook, Int8, NF4
 from ..._formats.base import find_levels
-from .._tensors import NewTensor
+from .._tensors import FLOAT_NAMES, NewTensor
 from ._layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
 
 
@@ -35,7 +35,6 @@ _FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
 _FP4 = np.concatenate([_FP4, -_FP4])
 # The sizes of blocks for which bitsandbytes has kernels.
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def layout(name: str, q: QuantizedArray) -> WrittenArray:
@@ -46,7 +45,7 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
     order = _order(q)
     all_axes = q.axis == tuple(range(-q.ndim, 0)) or (q.axis == -1 and q.size == q.shape[-1])
     whole = q.axis == -1 and isinstance(block, int) and q.shape[-1] % block == 0
-    if order is None or block not in _BLOCKS or not (whole or all_axes) or q.dtype.name not in _DTYPES:
+    if order is None or block not in _BLOCKS or not (whole or all_axes) or q.dtype.name not in FLOAT_NAMES:
         refuse(name, q, FITS)
     scale = finite_scales(name, q)
     kind, table = ("nf4", np.asarray(format.codebook, np.float32)) if isinstance(format, NF4) else ("fp4", _FP4)

@@ -10,6 +10,7 @@
 Each combination of bits, groups and symmetry is a group of the configuration, which lists its layers by name.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -46,25 +47,21 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
     narrowed = as_tensor(f"{name}_scale", narrow(scale, q.dtype))
     weights: dict[str, object] = {"num_bits": format.bits, "type": "float" if isinstance(format, FP8) else "int"}
     weights |= {"symmetric": not has_zero_points(format), "dynamic": False, **groups}
-    zeros = None if q.zero_point is None else np.asarray(q.zero_point)
-    if isinstance(format, FP8):
-        return WrittenArray(
-            (NewTensor(name, "F8_E4M3", q.shape, lambda: unpack_rows(q)), narrowed),
-            {"format": "float-quantized", "weights": weights},
-        )
-    if isinstance(format, Int8):
-        signed = lambda codes: (codes ^ np.uint8(128)).view(np.int8)
-        tensors = [NewTensor(name, "I8", q.shape, lambda: signed(unpack_rows(q))), narrowed]
-        if zeros is not None:
-            tensors.append(as_tensor(f"{name}_zero_point", signed(zeros)))
-        return WrittenArray(tuple(tensors), {"format": "int-quantized", "weights": weights})
-    words = (q.shape[0], -(-q.shape[1] * format.bits // 32))
+    signed = lambda codes: (codes ^ np.uint8(128)).view(np.int8)
     pack = lambda codes: pack_words(codes, format.bits)
-    tensors = [NewTensor(f"{name}_packed", "I32", words, lambda: pack_rows(q, pack)), narrowed]
-    tensors.append(as_tensor(f"{name}_shape", np.array(q.shape, np.int64)))
-    if zeros is not None:
-        tensors.append(as_tensor(f"{name}_zero_point", np.ascontiguousarray(pack(zeros.T).T)))  # along the rows
-    return WrittenArray(tuple(tensors), {"format": "pack-quantized", "weights": weights})
+    if isinstance(format, FP8):
+        kind, tensors = "float-quantized", [NewTensor(name, "F8_E4M3", q.shape, lambda: unpack_rows(q)), narrowed]
+    elif isinstance(format, Int8):
+        kind, tensors = "int-quantized", [NewTensor(name, "I8", q.shape, lambda: signed(unpack_rows(q))), narrowed]
+    else:
+        words = (q.shape[0], -(-q.shape[1] * format.bits // 32))
+        packed = NewTensor(f"{name}_packed", "I32", words, lambda: pack_rows(q, pack))
+        kind, tensors = "pack-quantized", [packed, narrowed, as_tensor(f"{name}_shape", np.array(q.shape, np.int64))]
+    if q.zero_point is not None:
+        zeros = np.asarray(q.zero_point)
+        stored = signed(zeros) if isinstance(format, Int8) else np.ascontiguousarray(pack(zeros.T).T)  # along the rows
+        tensors.append(as_tensor(f"{name}_zero_point", stored))
+    return WrittenArray(tuple(tensors), {"format": kind, "weights": weights})
 
 
 def _tiles(scale: np.ndarray, block: object, groups: Scheme) -> tuple[np.ndarray, Scheme]:
@@ -103,18 +100,16 @@ def _small_floats(name: str, q: QuantizedArray) -> WrittenArray:
 
 def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
     """Returns the settings for `config.json`."""
-    groups: list[tuple[Scheme, list[str]]] = []
+    groups: dict[str, list[str]] = {}
     for name, scheme in schemes.items():
-        layers = next((layers for other, layers in groups if other == scheme), None)
-        if layers is None:
-            groups.append((scheme, layers := []))
-        layers.append(name.removesuffix(".weight"))
-    formats = {scheme["format"] for scheme, _ in groups}
+        groups.setdefault(json.dumps(scheme), []).append(name.removesuffix(".weight"))
+    described = [{"targets": layers, **json.loads(scheme)} for scheme, layers in groups.items()]
+    formats = {group["format"] for group in described}
     common = {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {f"group_{n}": {"targets": layers, **scheme} for n, (scheme, layers) in enumerate(groups)},
+        "config_groups": {f"group_{n}": group for n, group in enumerate(described)},
         "ignore": [],
     }
     return {"quantization_config": common}

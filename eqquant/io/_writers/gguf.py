@@ -49,11 +49,8 @@ def layout(name: str, x: AnyArray, kind: str | None = None) -> WrittenArray:
     if kind is not None and type(x.format).__name__ != OTHER_TYPES[kind]:
         refuse(name, x, f"only {OTHER_TYPES[kind]} fits the type {kind}")
     kind = kind or type(x.format).__name__
-    if (
-        x.format != (BLOCK_TYPES[kind].format if kind in BLOCK_TYPES else None)
-        or x.axis != -1
-        or x.shape[-1] % SIZES[kind][0]
-    ):
+    known = kind in BLOCK_TYPES and x.format == BLOCK_TYPES[kind].format
+    if not known or x.axis != -1 or x.shape[-1] % SIZES[kind][0]:
         refuse(name, x, FITS)
     finite_scales(name, x)
     if x.offset is not None and not np.isfinite(np.asarray(x.offset)).all():

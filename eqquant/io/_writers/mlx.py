@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..._array.array import QuantizedArray
-from ..._formats import MLX, MXFP4, MXFP8, NVFP4
+from ..._formats import MLX
 from .._bits import pack_words
+from .._dialects.mlx import MODES
 from .._tensors import NewTensor
 from ._layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
 
@@ -21,7 +22,6 @@ FITS = (
     "or more along the last axis, which must consist of whole blocks, under a name that ends with '.weight'"
 )
 
-_MODES = (("mxfp4", MXFP4()), ("mxfp8", MXFP8()), ("nvfp4", NVFP4()))
 _GROUPS = (32, 64, 128)
 
 
@@ -29,7 +29,7 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
     """Returns the tensors of an array."""
     format, block = q.format, q.format.block_size
     affine = isinstance(format, MLX) and block in _GROUPS
-    mode = "affine" if affine else next((mode for mode, other in _MODES if format == other), None)
+    mode = "affine" if affine else next((mode for mode, other in MODES.items() if format == other), None)
     rows = q.ndim >= 2 and q.axis == -1 and name.endswith(".weight")
     if mode is None or not rows or not isinstance(block, int) or q.shape[-1] % block:
         refuse(name, q, FITS)

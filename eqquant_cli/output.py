@@ -61,9 +61,8 @@ class Progress:
     def __exit__(self, *error: Any) -> None:
         self._bar.__exit__(*error)
 
-    def advance(self, name: str, before: Values, after: Values) -> None:
-        """Advances the bar."""
-        del name, before, after
+    def advance(self, *_: object) -> None:
+        """Advances the bar, whatever array is done."""
         self._advance()
 
     def advance_and_measure(self, name: str, before: Values, after: Values) -> None:
@@ -73,7 +72,7 @@ class Progress:
         if eqq.is_quantized(after) and before is not after:
             error = eqq.analysis.analyze_error(before, after)
             self.worst = max(self.worst or (0.0, ""), (error.relative_l2, name))
-        self.advance(name, before, after)
+        self.advance()
 
     def headline(self, before: int, report: TreeReport) -> str:
         """Returns one line: the sizes, bits per weight, and the array with the worst error."""

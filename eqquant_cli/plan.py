@@ -84,11 +84,10 @@ def make_plan(
     if not budget >= min(least):
         smallest = min((f for f in options if any(f in row.formats for row in rows)), key=lambda f: f.bits)
         reach = f"{math.ceil(100 * min(least)) / 100:.2f} bits per weight"
-        also = ", or let `eqquant plan` choose from smaller formats, such as --format binary"
-        smaller = also if dialect is None else ""
+        smaller = ", or let `eqquant plan` choose from smaller formats, such as --format binary"
         raise ValueError(
             f"--budget must be at least {reach}, which {smallest} needs with its scales"
-            f"{' beside the formats of --rule' if ruled else ''}. Got {budget}. Raise it{smaller}."
+            f"{' beside the formats of --rule' if ruled else ''}. Got {budget}. Raise it{'' if dialect else smaller}."
         )
     bits = (budget * total - 8 * given) / size
     plans = [plan_bits(shapes, report, bits) for report, bound in zip(reports, least, strict=True) if budget >= bound]
@@ -130,7 +129,7 @@ def _measure_sensitivity(
 
         def read(name: str) -> "jax.Array":
             x = eqq.dequantize(checkpoint[name])
-            progress.advance(name, x, x)
+            progress.advance()
             return x
 
         def where(tree: "PyTree") -> "PyTree":

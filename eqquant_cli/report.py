@@ -54,14 +54,13 @@ def report(
     plan = eqq.plan_tree(skeleton(checkpoint), picked, axis=axis)
     rows, worst = [], (0.0, "")
     for leaf in plan.leaves:
-        if leaf.format is None:
-            rows.append((leaf.path, leaf.shape, leaf.reason, f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", "", ""))
-            continue
-        w = eqq.dequantize(checkpoint[leaf.path])
-        error = eqq.analysis.analyze_error(w, eqq.quantize(w, picked, axis=-1 if axis is None else axis))
-        worst = max(worst, (error.relative_l2, leaf.path))
-        figures = (f"{error.relative_l2:.4f}", f"{error.cosine:.6f}")
-        rows.append((leaf.path, leaf.shape, repr(leaf.format), f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", *figures))
+        stored_as, figures = leaf.reason, ("", "")
+        if leaf.format is not None:
+            w = eqq.dequantize(checkpoint[leaf.path])
+            error = eqq.analysis.analyze_error(w, eqq.quantize(w, picked, axis=-1 if axis is None else axis))
+            worst = max(worst, (error.relative_l2, leaf.path))
+            stored_as, figures = repr(leaf.format), (f"{error.relative_l2:.4f}", f"{error.cosine:.6f}")
+        rows.append((leaf.path, leaf.shape, stored_as, f"{leaf.bits:.2f}", f"{leaf.nbytes:,}", *figures))
     errors = {row[0]: float(row[5]) for row in rows if row[5]}
     w = eqq.dequantize(checkpoint[worst[1]])
     q = eqq.quantize(w, picked, axis=-1 if axis is None else axis)

@@ -34,7 +34,7 @@ from ._checkpoint import Checkpoint, open
 from ._entry import AnyArray, is_packed
 from ._files import check_place, FILE
 from ._lazy import LazyArray, LazyMapping
-from ._llama_cpp import for_llama_cpp
+from ._llama_cpp import Arrays, for_llama_cpp
 from ._load import nest
 from ._safetensors import write as write_safetensors
 from ._save import describe_tree, find_head, save, write_folder
@@ -236,12 +236,7 @@ _COMPANIONS = (
 
 
 def _write(
-    source: Checkpoint,
-    arrays: Checkpoint | LazyMapping,
-    path: Path,
-    dialect: str,
-    shard_nbytes: int | None,
-    kept: Collection[str],
+    source: Checkpoint, arrays: Arrays, path: Path, dialect: str, shard_nbytes: int | None, kept: Collection[str]
 ) -> None:
     options = WriteOptions(shard_nbytes=shard_nbytes)
     if dialect == gguf.NAME:

@@ -26,12 +26,13 @@ from ._lazy import LazyMapping
 
 
 Json = Mapping[str, Any]  # an object of JSON from a file that is not checked field by field
+Arrays = Checkpoint | LazyMapping
 T = TypeVar("T", int, float)
 
 # The architecture of llama.cpp, by `model_type`.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 # Architectures for which llama.cpp rotates neighbors, where Hugging Face rotates the halves of a head.
-_ROTATES_NEIGHBORS = ("llama",)
+ROTATES_NEIGHBORS = ("llama",)
 
 # The lengths of axes, by their names in `config.json`.
 _VOCABULARY, _HIDDEN, _INNER, _HEAD = "vocab_size", "hidden_size", "intermediate_size", "head_dim"
@@ -56,16 +57,11 @@ _PARTS = {
     "mlp.up_proj": ("ffn_up", _INNER, _HIDDEN),
     "mlp.down_proj": ("ffn_down", _HIDDEN, _INNER),
 }
-_QWEN3_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 # The largest values that llama.cpp holds: it has 32-bit integers, and float32.
 _MOST = {int: 2**31 - 1, float: 3e38}
-# `null` for these says that they follow from the others.
-_MAY_BE_NULL = ("num_key_value_heads", "head_dim")
 
 
-def for_llama_cpp(
-    checkpoint: Checkpoint, arrays: Checkpoint | LazyMapping
-) -> tuple[Checkpoint | LazyMapping, Mapping[str, object]]:
+def for_llama_cpp(checkpoint: Checkpoint, arrays: Arrays) -> tuple[Arrays, Mapping[str, object]]:
     """Returns arrays by the names of llama.cpp, and the key-value pairs of their file.
 
     Arrays and pairs are as they are if the checkpoint is a GGUF file, or of a family that is not known here.
@@ -93,7 +89,9 @@ class _Model:
     def __init__(self, checkpoint: Checkpoint, architecture: str) -> None:
         self.checkpoint, self.architecture, self.path = checkpoint, architecture, Path(checkpoint.path)
         self.folder = self.path if self.path.is_dir() else self.path.parent
-        self.config = {k: v for k, v in checkpoint.config.items() if v is not None or k not in _MAY_BE_NULL}
+        # `null` for these says that they follow from the others.
+        may_be_null = ("num_key_value_heads", _HEAD)
+        self.config = {k: v for k, v in checkpoint.config.items() if v is not None or k not in may_be_null}
         self.heads, self.hidden = self.read_positive("num_attention_heads"), self.read_positive(_HIDDEN)
         self.kv_heads = self.read_positive("num_key_value_heads", self.heads)
         self.layers, self.vocabulary = self.read_positive("num_hidden_layers"), self.read_positive(_VOCABULARY)
@@ -118,9 +116,8 @@ class _Model:
             self.fail(f"name the 'rope_type' of {key!r}", repr(self.rope))
         if self.scaling not in (None, "default", "linear", "llama3"):
             self.fail("have a rotary scaling that is converted: 'linear' or 'llama3'", f"{self.scaling!r}")
-        self.theta = self.read_positive(
-            "rope_theta", self.read_positive("rope_theta", 10000.0, float), float, self.rope
-        )
+        theta = self.read_positive("rope_theta", 10000.0, float)
+        self.theta = self.read_positive("rope_theta", theta, float, self.rope)
         for part in (self.config, self.rope):
             if part.get("partial_rotary_factor") not in (None, 1):
                 self.fail("rotate whole heads: 'partial_rotary_factor' 1", repr(part["partial_rotary_factor"]))
@@ -129,11 +126,7 @@ class _Model:
         raise ValueError(Message(f"For llama.cpp, {self.folder / file} must {must}. Got {got[:200]}.", "llama.cpp"))
 
     def read_positive(
-        self,
-        key: str,
-        default: int | float | None = None,
-        kind: type[T] = int,
-        settings: Mapping[str, object] | None = None,
+        self, key: str, default: float | None = None, kind: type[T] = int, settings: Json | None = None
     ) -> T:
         """Returns a number above 0 that llama.cpp can hold, from `config.json` or a part of it."""
         found: PyTree = (self.config if settings is None else settings).get(key, default)
@@ -212,7 +205,7 @@ class _Model:
         if len(layers) != self.layers or max(layers) != self.layers - 1:
             must = f"agree with the arrays, of {len(layers)} layers up to index {max(layers, default=None)}"
             self.fail(must, f"{self.layers} for 'num_hidden_layers'")
-        parts = [part for part in _PARTS if self.architecture == "qwen3" or part not in _QWEN3_NORMS]
+        parts = [part for part in _PARTS if self.architecture == "qwen3" or not part.endswith(("q_norm", "k_norm"))]
         inner = [f"layers.{n}.{part}.weight" for n in range(self.layers) for part in parts]
         for name in ("embed_tokens.weight", "norm.weight", *inner):
             if self._rename(name)[0] not in names:
@@ -231,9 +224,9 @@ class _Model:
         return f"blk.{found[1]}.{part}.{found[3]}", tuple(sizes[:1] if found[3] == "bias" else sizes)
 
 
-def _rename_arrays(arrays: Checkpoint | LazyMapping, model: _Model) -> LazyMapping:
+def _rename_arrays(arrays: Arrays, model: _Model) -> LazyMapping:
     """Returns the arrays of a checkpoint, by the names of llama.cpp."""
-    heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in _ROTATES_NEIGHBORS else {}
+    heads = {"q": model.heads, "k": model.kv_heads} if model.architecture in ROTATES_NEIGHBORS else {}
 
     def read(name: str, source: str) -> AnyArray:
         x = arrays[source]

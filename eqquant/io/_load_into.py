@@ -208,20 +208,16 @@ class _Plan:
         shown = f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
         for path in recipe.paths:
             if path in self.recipes:
-                self._wrong(path, f"both {self.recipes[path].sources[0][0]} and {names[0]}")
-                return
+                return self._wrong(path, f"both {self.recipes[path].sources[0][0]} and {names[0]}")
             if path not in self.places:
                 near = f". {hint[:-1]}" if (hint := did_you_mean(path, self.places)) else ""
-                self._wrong(path, f"{shown}, {self._describe(names[0])}, and no such array in the model{near}")
-                return
+                return self._wrong(path, f"{shown}, {self._describe(names[0])}, and no such array in the model{near}")
             if path in self.kept:
-                self._wrong(path, f"{shown}, and `keep`, which leaves it as it is")
-                return
+                return self._wrong(path, f"{shown}, and `keep`, which leaves it as it is")
             self.recipes[path] = recipe
         for name in names:
             if (problem := self.sources[name].problem) is not None:
-                self._wrong(recipe.paths[0], f"{name} cannot be read: {problem}")
-                return
+                return self._wrong(recipe.paths[0], f"{name} cannot be read: {problem}")
         structs = [[self.sources[name].struct for name in layer] for layer in recipe.sources]
         try:
             made = self._make(recipe, structs, abstract=True)

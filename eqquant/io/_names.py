@@ -20,6 +20,7 @@ from .._errors import did_you_mean
 from .._types import PyTree
 from .._wrappers.concatenate import take
 from ._checkpoint import Checkpoint
+from ._llama_cpp import ROTATES_NEIGHBORS
 from ._name_tables import BERT, ENCODER, GEMMA, GGUF, GGUF_OWN, GPT2, LLAMA, MIXTRAL, PHI3, QWEN_MOE, VIT
 from ._rules import LeafTarget, NameRules, RuleKey, Target
 
@@ -222,8 +223,7 @@ def vit(overrides: Overrides = None, *, prefix: str = "vit.") -> NameTable:
     return _merge(overrides, prefix, VIT, ENCODER)
 
 
-# Architectures of GGUF whose rows of q and k llama.cpp reorders, and architectures whose norms it adds one to.
-_PERMUTED = ("llama",)
+# Architectures of GGUF whose norms llama.cpp adds one to.
 _PLUS_ONE = ("gemma", "gemma2", "gemma3")
 
 
@@ -255,7 +255,7 @@ def gguf(checkpoint: Checkpoint, overrides: Overrides = None) -> NameTable:
     """
     architecture = str(checkpoint.metadata.get("general.architecture"))
     rules: NameTable = {**GGUF_OWN.get(architecture, {})}
-    if architecture in _PERMUTED:
+    if architecture in ROTATES_NEIGHBORS:
         heads = checkpoint.metadata.get(f"{architecture}.attention.head_count")
         counts = {"q": heads, "k": checkpoint.metadata.get(f"{architecture}.attention.head_count_kv", heads)}
         for x, count in counts.items():

@@ -60,23 +60,20 @@ class VectorBlockType(NamedTuple):
 
     def read(self, part: str, blocks: np.ndarray) -> np.ndarray:
         """Reads a part of blocks, the bytes along the last axis."""
-        return _gather_bits(blocks, self._places()[part])
+        return _gather_bits(blocks, _find_places(self.format, self.runs)[part])
 
     def pack(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the bytes of blocks."""
-        places = self._places()
+        places = _find_places(self.format, self.runs)
         given = np.concatenate([parts[part] for part in places], axis=-1)
         order = np.concatenate(list(places.values()))
         inverse = np.full(8 * self.nbytes, -1)
         inverse[order[order >= 0]] = np.flatnonzero(order >= 0)
         return _gather_bits(given, inverse)
 
-    def _places(self) -> dict[str, np.ndarray]:
-        return _find_places(self.format, self.nbytes, self.runs)
-
 
 @ft.cache
-def _find_places(format: AbstractGridFormat, nbytes: int, runs: tuple[Run, ...]) -> dict[str, np.ndarray]:
+def _find_places(format: AbstractGridFormat, runs: tuple[Run, ...]) -> dict[str, np.ndarray]:
     """Returns for each part the place in a block of each of its bits.
 
     The place of a bit that is always zero is -1.

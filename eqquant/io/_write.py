@@ -120,11 +120,9 @@ def write_arrays(path: Path, arrays: PyTree, dialect: str, options: WriteOptions
         with replace_weights(path) as new:
             gguf.write(new, tensors, options.metadata)
         return
-    metadata = {"format": "mlx" if writer is mlx else "pt"}
-    for key, text in options.metadata.items():
-        if not isinstance(key, str) or not isinstance(text, str):
-            raise TypeError(f"`metadata` of safetensors must map text to text. Got {dict(options.metadata)!r}.")
-        metadata[key] = text
+    metadata: PyTree = {"format": "mlx" if writer is mlx else "pt", **options.metadata}
+    if not all(isinstance(text, str) for text in (*metadata, *metadata.values())):
+        raise TypeError(f"`metadata` of safetensors must map text to text. Got {dict(options.metadata)!r}.")
     try:
         text = json.dumps(describe_model(options.config or {}) | _settings(writer, schemes), indent=2)
     except TypeError as e:

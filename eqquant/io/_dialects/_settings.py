@@ -46,6 +46,12 @@ def find_settings(files: Files, *keys: str) -> Mapping[str, object]:
     return {}
 
 
+def of_layer(settings: Mapping[str, object], layers: object, name: str) -> Mapping[str, object]:
+    """Returns the settings of the layer of a weight: those of all layers, but for its own among `layers`."""
+    own = layers.get(name.removesuffix(".weight")) if isinstance(layers, Mapping) else None
+    return {**settings, **own} if isinstance(own, dict) else settings
+
+
 def weights_of_groups(settings: Mapping[str, object]) -> list[dict[str, object]]:
     """Returns what the groups of compressed-tensors say about weights."""
     groups = settings.get("config_groups")

@@ -32,7 +32,7 @@ from .._files import Files, read_json
 from .._repack import act_order, Unpacked
 from .._tensors import DTYPES, FLOATS, StoredTensor
 from ._item import as_format, find_weights, INTEGERS, Item, Parts, read_items, take, unreadable_item, weight
-from ._settings import find_settings
+from ._settings import find_settings, of_layer
 
 
 NAME = "gptq"
@@ -50,7 +50,7 @@ def recognizes(files: Files) -> bool:
 def items(files: Files) -> dict[str, Item]:
     settings = find_settings(files, "quantization_config") or _read_settings_file(files)
     layout = _layout(settings)
-    read = lambda name, parts: _item(parts, layout, _find_layer_settings(settings, name))
+    read = lambda name, parts: _item(parts, layout, of_layer(settings, settings.get("extra_config"), name))
     return read_items(files, find_weights(files, "qweight"), read, settings)
 
 
@@ -104,13 +104,6 @@ def _layout(settings: Mapping[str, object]) -> _Layout:
             "stored minus one, gptq_v2 for others",
         )
     return _Layout(None, f"eqquant reads the {rule}, not {'marlin' if marlin else str(said)[:40]!r}")
-
-
-def _find_layer_settings(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Returns the settings of one layer, by its name."""
-    layers = settings.get("extra_config")
-    own = layers.get(name.removesuffix(".weight")) if isinstance(layers, dict) else None
-    return {**settings, **own} if isinstance(own, dict) else settings
 
 
 def _item(parts: Parts, declared: _Layout, settings: Mapping[str, object]) -> Item:

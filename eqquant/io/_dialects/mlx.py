@@ -20,7 +20,7 @@ from .._repack import Unpacked
 from .._tensors import DTYPES, FLOATS
 from ._item import as_format, find_weights, Item, Parts, read_items, take, unreadable_item, weight
 from ._scaled import microscaled_item
-from ._settings import find_settings
+from ._settings import find_settings, of_layer
 
 
 NAME = "mlx"
@@ -40,11 +40,7 @@ def _weights(files: Files) -> list[str]:
 
 def items(files: Files) -> dict[str, Item]:
     common = find_settings(files, "quantization", "quantization_config")
-
-    def read(name: str, parts: Parts) -> Item:
-        own = common.get(name.removesuffix(".weight"))
-        return _item(parts, {**common, **own} if isinstance(own, dict) else common)
-
+    read = lambda name, parts: _item(parts, of_layer(common, common, name))
     layers = [own for own in common.values() if isinstance(own, dict)]
     settings = {key: value for own in (common, *layers) for key, value in own.items() if not isinstance(value, dict)}
     return read_items(files, _weights(files), read, settings)

@@ -35,12 +35,9 @@ NAME = "torchao"
 
 
 def recognizes(files: Files) -> bool:
-    names = files.metadata.get("tensor_names")
-    return (
-        files.container == "safetensors"
-        and isinstance(names, str)
-        and '"_type"' in "".join(text for text in files.metadata.values() if isinstance(text, str))
-    )
+    texts = [text for text in files.metadata.values() if isinstance(text, str)]
+    named = files.container == "safetensors" and isinstance(files.metadata.get("tensor_names"), str)
+    return named and any('"_type"' in text for text in texts)
 
 
 def items(files: Files) -> dict[str, Item]:
@@ -82,7 +79,7 @@ def _item(about: Mapping[str, object], parts: Parts) -> Item:
         return microscaled_item(t, scale, MXFP8(float_kind(t)) if small else MXFP4(), dtype or "bfloat16", tiled)
     zero = take("zero_point")
     if kind == "IntxUnpackedToInt8Tensor":
-        return _few_bits(t, scale, zero, attributes, dtype)
+        return _few_bits(t, scale, zero, attributes)
     if kind == "Int4Tensor":
         return _int4(t, scale, zero)
     return scaled_item(t, scale, zero, dtype)
@@ -123,11 +120,7 @@ def _int4(t: StoredTensor, scale: StoredTensor, zero: StoredTensor | None) -> It
 
 
 def _few_bits(
-    t: StoredTensor,
-    scale: StoredTensor,
-    zero: StoredTensor | None,
-    attributes: Mapping[str, object],
-    dtype: str | None,
+    t: StoredTensor, scale: StoredTensor, zero: StoredTensor | None, attributes: Mapping[str, object]
 ) -> Item:
     """Integers of fewer than eight bits, one in each byte."""
     target = attributes.get("target_dtype")
@@ -138,4 +131,4 @@ def _few_bits(
     if zero is not None:
         zero.expect("I8", scale.shape)
     zero = zero if zero is not None and zero.array().any() else None
-    return dataclasses.replace(scaled_item(t, scale, zero, dtype, bits=bits), stored_as=f"{bits} bits")
+    return dataclasses.replace(scaled_item(t, scale, zero, _dtype(attributes), bits=bits), stored_as=f"{bits} bits")

@@ -50,8 +50,8 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
     scale = finite_scales(name, q)
     kind, table = ("nf4", np.asarray(format.codebook, np.float32)) if isinstance(format, NF4) else ("fp4", _FP4)
     state = {"quant_type": kind, "blocksize": block, "dtype": q.dtype.name, "shape": list(q.shape)}
-    tensors = [NewTensor(name, "U8", (-(-q.size // 2), 1), lambda: _codes(q, order))]
-    tensors.append(as_tensor(f"{name}.quant_map", table))
+    codes = NewTensor(name, "U8", (-(-q.size // 2), 1), lambda: _codes(q, order))
+    tensors = [codes, as_tensor(f"{name}.quant_map", table)]
     if (nested := _nest_scales(q)) is None:
         tensors.append(as_tensor(f"{name}.absmax", scale.reshape(-1)))
     else:

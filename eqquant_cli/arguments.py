@@ -19,18 +19,12 @@ if TYPE_CHECKING:
 
 
 _SOURCE = "A .safetensors or .gguf file, a folder, or an index of several files."
+_OUTPUT = "The .safetensors or .gguf file to write, or a folder, for layouts of others too."
+_DIALECT = "gguf, bitsandbytes, compressed-tensors, gptq or mlx: whose layout. A .gguf output means gguf."
 # Names in capitals: else the usage line shows `{source}`.
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help=_SOURCE)]
-Dialect = Annotated[
-    str | None,
-    typer.Option(help="gguf, bitsandbytes, compressed-tensors, gptq or mlx: whose layout. A .gguf output means gguf."),
-]
-Output = Annotated[
-    Path,
-    typer.Argument(
-        metavar="OUTPUT", help="The .safetensors or .gguf file to write, or a folder, for layouts of others too."
-    ),
-]
+Dialect = Annotated[str | None, typer.Option(help=_DIALECT)]
+Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help=_OUTPUT)]
 Rules = Mapping[str, "eqq.extend.AbstractFormat | eqq.QuantConfig | None"]
 Json = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
 Axis = Annotated[int | None, typer.Option(help="The input axis of weights: -2 for those stored as (in, out).")]

@@ -11,14 +11,11 @@ import typer
 from .arguments import Json
 
 
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        help="module:function, where the module is a name or a .py file. The function takes nothing, and returns a "
-        "model and the arguments of its call; or a function and its arguments, as `eqq.explain` takes them.",
-    ),
-]
+_TARGET = (
+    "module:function, where the module is a name or a .py file. The function takes nothing, and returns a model and "
+    "the arguments of its call; or a function and its arguments, as `eqq.explain` takes them."
+)
+Target = Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET)]
 
 
 def explain(target: Target, json: Json = False) -> None:

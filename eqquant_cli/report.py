@@ -76,11 +76,8 @@ def report(
         f"{show_bytes(checkpoint.nbytes)} -> {show_bytes(plan.nbytes)} in {picked!r}, {plan.bits:.2f} bits per "
         f"weight, scales included. The largest relative error is {worst[0]:.4f}, in {worst[1]}."
     )
-    page = _PAGE.format(
-        title=html.escape(source.name),
-        head=html.escape(head),
-        body=f'{body}<h2>All arrays</h2><div class="scroll"><table>{table}</table></div>',
-    )
+    body += f'<h2>All arrays</h2><div class="scroll"><table>{table}</table></div>'
+    page = _PAGE.format(title=html.escape(source.name), head=html.escape(head), body=body)
     with replace(output) as new:
         new.write_bytes(page.encode())
     typer.echo(f"{output}: {head}")

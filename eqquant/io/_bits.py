@@ -107,12 +107,11 @@ def unpack_columns(words: np.ndarray, bits: int, order: np.ndarray) -> np.ndarra
     if 8 % bits == 0:
         return _take_columns(words, bits, order)
     count, rows = words.shape
-    period = bits  # the words that end with a whole code
-    words = words.reshape(count // period, period, rows)
+    words = words.reshape(count // bits, bits, rows)  # so many words end with a whole code
     # Narrowing a whole array is faster than copying every fourth byte of it.
-    byte = [(words[:, n // 4] >> np.int32(n % 4 * 8)).astype(np.uint8) for n in range(4 * period)]
-    codes = np.empty((count // period, 32 * period // bits, rows), np.uint8)
-    for n in range(codes.shape[1]):
+    byte = [(words[:, n // 4] >> np.int32(n % 4 * 8)).astype(np.uint8) for n in range(4 * bits)]
+    codes = np.empty((count // bits, 32, rows), np.uint8)
+    for n in range(32):
         first, low = divmod(n * bits, 8)
         part = byte[first] >> np.uint8(low)
         if low + bits > 8:

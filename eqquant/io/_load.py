@@ -17,7 +17,7 @@ from .._array.sharding import leaf_shardings
 from .._errors import name_type
 from .._formats.base import AbstractFormat
 from .._mesh import full_spec
-from .._tree.leaves import Leaf, named_leaves
+from .._tree.leaves import Leaf, named_leaves, replace_leaves
 from .._tree.placement import resolve_shardings, Shardings
 from .._types import PyTree
 from .._wrappers.permuted import PermutedArray
@@ -97,12 +97,11 @@ def _load_into(
 ) -> PyTree:
     entries = {path: leaf.entry for path, leaf in saved.items()}
     places = check_fits(list(named_leaves(like, is_packed)), entries, rule, ("in the file", "in `like`"))
-    treedef = jtu.tree_structure(like, is_leaf=is_packed)
     if shardings is None:
         targets = [own_sharding(leaf.value) if place is not None else None for leaf, place in places]
     else:
         structs = [leaf.value if place is None else _stand_in(entries[leaf.path], leaf.value) for leaf, place in places]
-        skeleton = jtu.tree_unflatten(treedef, structs)
+        skeleton = replace_leaves(like, structs, is_packed)
         targets = resolve_shardings(skeleton, list(named_leaves(skeleton)), shardings)
     done: dict[Hashable, PyTree] = {}
     values = []
@@ -112,7 +111,7 @@ def _load_into(
             told = leaf.value.array if isinstance(leaf.value, PermutedArray) else leaf.value
             x = _change_array(x, lambda q: dataclasses.replace(q, logical_sharding=told.logical_sharding))
         values.append(x)
-    return jtu.tree_unflatten(treedef, values)
+    return replace_leaves(like, values, is_packed)
 
 
 def assign(model: PyTree, arrays: Mapping[str, PyTree]) -> PyTree:
@@ -145,7 +144,7 @@ def assign(model: PyTree, arrays: Mapping[str, PyTree]) -> PyTree:
     leaves = list(named_leaves(model, is_packed))
     places = check_fits(leaves, entries, "`arrays` must fit the model", ("in `arrays`", "in the model"))
     values = [leaf.value if place is None else given[leaf.path] for leaf, place in places]
-    return jtu.tree_unflatten(jtu.tree_structure(model, is_leaf=is_packed), values)
+    return replace_leaves(model, values, is_packed)
 
 
 def check_fits(

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._array.value import AbstractArrayValue
 from .._errors import did_you_mean
-from .._tree.leaves import abbreviate_list, Leaf, named_leaves
+from .._tree.leaves import abbreviate_list, named_leaves, replace_leaves
 from .._tree.placement import move, resolve_shardings, Shardings
 from .._tree.select import check_patterns, matches, Pattern, widen_pattern
 from .._types import PyTree
@@ -176,7 +176,8 @@ class _Plan:
         self.sources = _sources(checkpoint)
         keep = [widen_pattern(pattern, self.leaves) for pattern in keep]
         check_patterns(keep, self.leaves, "keep")
-        self.places = {leaf.path: entry for leaf in self.leaves if (entry := _place(leaf)) is not None}
+        entries = {leaf.path: describe_leaf(leaf) for leaf in self.leaves}
+        self.places = {path: e for path, e in entries.items() if e is not None and e.kind not in ("scalar", "key")}
         self.kept = tuple(
             leaf.path for leaf in self.leaves if leaf.path in self.places and any(matches(p, leaf) for p in keep)
         )
@@ -241,7 +242,7 @@ class _Plan:
         def make(layers: Layers) -> list[PyTree]:
             outs = [self._make_layer(recipe, places, parts) for parts in layers]
             columns = zip(*outs, strict=True)
-            return [_finish(_stack(list(c), recipe.stacked), p) for c, p in zip(columns, places, strict=True)]
+            return [_cast(_stack(list(c), recipe.stacked), p) for c, p in zip(columns, places, strict=True)]
 
         if plain and not isinstance(layers[0][0], AbstractArrayValue):  # also dtypes that JAX is not set to hold
             x = layers[0][0]
@@ -267,14 +268,13 @@ class _Plan:
         return split(whole, sizes, axis)
 
     def load(self, shardings: Shardings | None) -> PyTree:
-        treedef = jtu.tree_structure(self.model, is_leaf=is_packed)
         if shardings is None:
             targets = [own_sharding(leaf.value) for leaf in self.leaves]
         else:
             # Rules see one leaf, whatever it is made of.
             one = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, PermutedArray) else x
             shown = [one(self.made.get(leaf.path, leaf.value)) for leaf in self.leaves]
-            skeleton = jtu.tree_unflatten(treedef, shown)
+            skeleton = replace_leaves(self.model, shown, is_packed)
             targets = resolve_shardings(skeleton, list(named_leaves(skeleton, is_packed)), shardings)
         targets_by_path = {leaf.path: target for leaf, target in zip(self.leaves, targets, strict=True)}
         done: dict[str, PyTree] = {}
@@ -295,7 +295,7 @@ class _Plan:
                     x = np.asarray(x) if numpy else to_jax(x) if isinstance(x, np.ndarray) else x
                     placed[same] = _move(x, targets_by_path[path])
                 done[path] = placed[same]
-        return jtu.tree_unflatten(treedef, [done.get(leaf.path, leaf.value) for leaf in self.leaves])
+        return replace_leaves(self.model, [done.get(leaf.path, leaf.value) for leaf in self.leaves], is_packed)
 
     def report(self) -> LoadPlan:
         rows = []
@@ -341,11 +341,6 @@ def _move(x: PyTree, sharding: NamedSharding | None) -> PyTree:
     return dataclasses.replace(x, array=move(x.array, sharding), order=move(x.order, everywhere))
 
 
-def _place(leaf: Leaf) -> Entry | None:
-    entry = describe_leaf(leaf)
-    return None if entry is None or entry.kind in ("scalar", "key") else entry
-
-
 def _stack(arrays: list[PyTree], lengths: tuple[int, ...]) -> PyTree:
     if not lengths:
         return arrays[0]
@@ -353,15 +348,11 @@ def _stack(arrays: list[PyTree], lengths: tuple[int, ...]) -> PyTree:
     return x if len(lengths) == 1 else jtu.tree_map(lambda leaf: leaf.reshape(*lengths, *leaf.shape[1:]), x)
 
 
-def _finish(x: PyTree, place: Entry) -> PyTree:
-    """Gives an array the dtype of its leaf, and its axes of length one."""
-    if isinstance(x, AbstractArrayValue):
-        return x.astype(place.dtype) if jnp.issubdtype(jnp.dtype(place.dtype), jnp.floating) else x
-    return _cast(x, place)
-
-
 def _cast(x: PyTree, place: Entry) -> PyTree:
+    """Gives an array the dtype of its leaf, and its axes of length one."""
     dtype = jnp.dtype(place.dtype)
+    if isinstance(x, AbstractArrayValue):
+        return x.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else x
     complex_to_real = jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating)
     both = jnp.issubdtype(x.dtype, jnp.inexact) and jnp.issubdtype(dtype, jnp.inexact) and not complex_to_real
     ones = lambda shape: [n for n in shape if n != 1]

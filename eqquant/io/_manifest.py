@@ -210,12 +210,10 @@ class _Fields:
             return SavedLeaf(path, keys, entry, {}, value=self.scalar(entry.dtype))
         impl = self.get("impl", str) if entry.kind == "key" else None
         names = self.get("tensors", dict)
-        found: dict[str, StoredTensor] = {}
         for part, name in names.items():
-            tensor = tensors.get(name) if isinstance(name, str) else None
-            if tensor is None:
+            if not isinstance(name, str) or name not in tensors:
                 self.fail(f"Got {str(name)[:80]!r} for `{part}`, a tensor that the file does not have.")
-            found[part] = tensor
+        found = {part: tensors[name] for part, name in names.items()}
         expected = stored_as(entry, None if impl is None else self.key_struct(entry, impl))
         got = {part: (tensor.dtype, tensor.shape) for part, tensor in found.items()}
         if got != expected:

@@ -345,7 +345,7 @@ def detect(checkpoint: object, overrides: Overrides = None) -> NameRules:
 
     `ValueError` for a family without ready names.
     """
-    if not isinstance(checkpoint, Checkpoint) or (checkpoint.dialect == "eqquant" and not _is_converted(checkpoint)):
+    if not isinstance(checkpoint, Checkpoint) or (checkpoint.dialect == "eqquant" and not _find_prefix(checkpoint)):
         return _merge(overrides, "", {re.compile("(?P<path>.*)", re.DOTALL): "{path}"})
     if checkpoint.dialect == "gguf":
         return gguf(checkpoint, overrides)
@@ -355,14 +355,13 @@ def detect(checkpoint: object, overrides: Overrides = None) -> NameRules:
             f"`names` must be given for {checkpoint.path}. Its config.json has the `model_type` {kind!r}, and ready "
             f"names are for {', '.join(_FAMILIES)}. {did_you_mean(str(kind), _FAMILIES)}".rstrip()
         )
-    family, prefix = _FAMILIES[kind]
-    return family(overrides, prefix=prefix if any(name.startswith(prefix) for name in checkpoint) else "")
+    return _FAMILIES[kind][0](overrides, prefix=_find_prefix(checkpoint))
 
 
-def _is_converted(checkpoint: Checkpoint) -> bool:
-    """Returns whether a file of ours has the names of the family of its `config.json`."""
+def _find_prefix(checkpoint: Checkpoint) -> str:
+    """Returns the prefix of names in the family of a `config.json`, or "" if no array has it."""
     prefix = _FAMILIES.get(str(checkpoint.config.get("model_type")), (None, ""))[1]
-    return prefix != "" and any(name.startswith(prefix) for name in checkpoint)
+    return prefix if any(name.startswith(prefix) for name in checkpoint) else ""
 
 
 def rename(names: Mapping[str, LeafTarget] | Mapping[RuleKey, LeafTarget], changes: Mapping[str, str]) -> NameTable:

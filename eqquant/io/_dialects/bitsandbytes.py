@@ -126,11 +126,7 @@ def _read_nested_scales(
     inner = min(inner, max(scales, 1))  # a number alone must not allocate
     outer.expect("F32", (-(-scales // inner),))
     table.expect("F32", (256,))
-
-    def read() -> np.ndarray:
-        return table.array()[absmax.array()] * np.repeat(outer.array(), inner)[:scales] + np.float32(offset)
-
-    return read
+    return lambda: table.array()[absmax.array()] * np.repeat(outer.array(), inner)[:scales] + np.float32(offset)
 
 
 def _format(quant_map: StoredTensor, block: int) -> tuple[AbstractFormat, np.ndarray | None]:

@@ -39,10 +39,7 @@ def _load(t: StoredTensor) -> Unpacked:
     kind, (block, nbytes) = BLOCK_TYPES[t.dtype], SIZES[t.dtype]
     rows = t.bytes().reshape(-1, t.shape[-1] // block, nbytes)
     codes = lambda start, stop: kind.read("codes", rows[start:stop]).reshape(stop - start, -1)
-
-    def read(part: str) -> np.ndarray:
-        return kind.read(part, rows).reshape(*t.shape[:-1], -1)
-
+    read = lambda part: kind.read(part, rows).reshape(*t.shape[:-1], -1)
     if t.dtype == "MXFP4":
         exponents = read("scale")
         if (exponents == 255).any():

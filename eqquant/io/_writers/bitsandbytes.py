@@ -77,15 +77,10 @@ def _order(q: QuantizedArray) -> np.ndarray | None:
 
 def _codes(q: QuantizedArray, order: np.ndarray) -> np.ndarray:
     """Returns codes of four bits, the first of a byte in its high bits."""
-
-    def pairs(codes: np.ndarray) -> np.ndarray:
-        codes = order[codes]
-        return codes[:, ::2] << 4 | codes[:, 1::2]
-
+    pairs = lambda codes: codes[..., ::2] << 4 | codes[..., 1::2]
     if q.size % 2:  # a single row, padded as bitsandbytes pads; others have an even number of codes, since blocks have
-        codes = np.append(order[unpack_rows(q)[0]], np.uint8(7))
-        return (codes[::2] << 4 | codes[1::2])[:, None]
-    return pack_rows(q, pairs).reshape(-1, 1)
+        return pairs(np.append(order[unpack_rows(q)[0]], np.uint8(7)))[:, None]
+    return pack_rows(q, lambda codes: pairs(order[codes])).reshape(-1, 1)
 
 
 def _nest_scales(q: QuantizedArray) -> tuple[int, QuantizedArray, np.ndarray, np.ndarray] | None:

@@ -31,20 +31,17 @@ def layout(name: str, x: QuantizedArray | PermutedArray) -> WrittenArray:
     if isinstance(x, PermutedArray) and (x.axis != -1 or x.order.ndim != 1):
         refuse(name, q, f"{FITS}; only its inputs may be in another order")
     bits, block = q.format.bits, q.format.block_size
-    plain = (
-        q.ndim == 2 and q.axis == -1 and name.endswith(".weight") and isinstance(q.format, Int2 | Int3 | Int4 | Int8)
-    )
-    if not plain or (isinstance(block, int) and q.shape[1] % block) or any(n * bits % 32 for n in q.shape):
+    fits = isinstance(q.format, Int2 | Int3 | Int4 | Int8)
+    plain = q.ndim == 2 and q.axis == -1 and name.endswith(".weight")
+    if not fits or not plain or (isinstance(block, int) and q.shape[1] % block) or any(n * bits % 32 for n in q.shape):
         refuse(name, q, FITS)
     out, length = q.shape
     scale = np.ascontiguousarray(narrow(finite_scales(name, q), q.dtype).T)
     symmetric = q.zero_point is None
     zeros = np.full(scale.shape, 2 ** (bits - 1), np.uint8) if symmetric else np.asarray(q.zero_point).T
-    groups = np.arange(length, dtype=np.int32) // (length // len(scale))
-    back = None if order is None else np.argsort(order)
-    if back is not None:
-        groups = groups[back]
-    pack = lambda codes: pack_words(codes if back is None else codes.take(back, axis=1), bits)
+    back = slice(None) if order is None else np.argsort(order)
+    groups = (np.arange(length, dtype=np.int32) // (length // len(scale)))[back]
+    pack = lambda codes: pack_words(codes[:, back], bits)
     base = name.removesuffix("weight")
     tensors = (
         NewTensor(f"{base}qweight", "I32", (length * bits // 32, out), lambda: pack_rows(q, pack).T),

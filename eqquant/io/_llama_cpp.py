@@ -126,7 +126,7 @@ class _Model:
         raise ValueError(Message(f"For llama.cpp, {self.folder / file} must {must}. Got {got[:200]}.", "llama.cpp"))
 
     def read_positive(
-        self, key: str, default: float | None = None, kind: type[T] = int, settings: Json | None = None
+        self, key: str, default: int | float | None = None, kind: type[T] = int, settings: Json | None = None
     ) -> T:
         """Returns a number above 0 that llama.cpp can hold, from `config.json` or a part of it."""
         found: PyTree = (self.config if settings is None else settings).get(key, default)

@@ -105,16 +105,15 @@ def scaled_item(
     order = act_order(groups, length, layout.shape[-1])
     to_codes = lambda x: x.view(np.uint8) + np.uint8(2 ** (bits - 1)) if signed else x.view(np.uint8)
 
-    def stored(start: int, stop: int) -> np.ndarray:
+    def codes(start: int, stop: int) -> np.ndarray:
         found = to_codes(t.array().reshape(-1, length)[start:stop])
         if bits < 8 and (found >= 2**bits).any():
             t.fail(f"Got a code that is no integer of {bits} bits.")
-        return found
+        return found if order is None else found.take(order, axis=1)
 
     def load() -> Unpacked:
         spread = lambda x: layout.spread(x, tuple(batch), out)
         zeros = None if zero is None else spread(to_codes(zero.array()))
-        codes = stored if order is None else lambda start, stop: stored(start, stop).take(order, axis=1)
         return Unpacked(codes, spread(as_float32(scale)), zeros, order=order)
 
     format, dtype = as_format(scale, *kind), dtype or scale_dtype(scale)

@@ -154,7 +154,10 @@ def _is_known(file: MappedFile) -> bool:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Reads a file that is one object: empty if there is no file. Raises a `ValueError` that names it."""
+    """Reads a file that is one object: empty if there is no file.
+
+    Raises a `ValueError` that names it.
+    """
     return _parse(MappedFile(path)) if path.is_file() else {}
 
 

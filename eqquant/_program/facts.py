@@ -4,7 +4,7 @@ import abc
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, TypeGuard
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from .. import _compat
@@ -68,18 +68,6 @@ class AbstractFollower(abc.ABC):
 Result: TypeAlias = tuple[list[Array], list[Fact]]
 
 
-class AbstractRun(abc.ABC):
-    """An interpreter of a program: the interface that the rules of operations call."""
-
-    @abc.abstractmethod
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[Array], facts: Sequence[Fact]) -> Result:
-        """Returns the results of a program, and the fact about each."""
-
-    @abc.abstractmethod
-    def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, excluding: Fact | None = None) -> None:
-        """Reports each weight among the operands to the follower, as a use that is not a product."""
-
-
 def find_views(fact: Fact) -> list[View]:
     """Returns the views of weights in a fact; a sum or a concatenation has several."""
     if isinstance(fact, View):
@@ -100,7 +88,3 @@ def combine_facts(facts: Sequence[Fact]) -> type[Data] | type[Parameter]:
         return Scales
     depends = lambda fact: fact is Data or any(view.looked_up for view in find_views(fact))
     return Data if any(map(depends, facts)) else Parameter
-
-
-def bind(equation: JaxprEqn, values: Sequence[Array]) -> list[Array]:
-    return _compat.bind_equation(equation, values)

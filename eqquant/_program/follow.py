@@ -9,26 +9,15 @@ from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array
 
 from .. import _compat
+from .._compat import bind_equation as bind
 from . import views
-from .facts import (
-    AbstractFollower,
-    AbstractRun,
-    bind,
-    combine_facts,
-    Data,
-    Fact,
-    find_views,
-    is_codes,
-    Parameter,
-    Result,
-    UseSite,
-)
-from .loops import run_call, run_cond, run_implementation, run_scan, run_shard_map, run_while
-from .products import arrange, Product
+from .facts import AbstractFollower, combine_facts, Data, Fact, find_views, is_codes, Parameter, Result
+from .loops import CONTROL_FLOW, Run
+from .products import arrange
 from .views import Concatenated, View
 
 
@@ -51,70 +40,13 @@ def follow(
 
     The results of the program.
     """
-    jaxpr, consts = _compat.open_jaxpr(program)
-    known = [*[Parameter] * len(consts), *facts]
-    return _Run(shapes, follower).run(jaxpr, [*consts, *inputs], known)[0]
-
-
-class _Run(AbstractRun):
-    def __init__(self, shapes: Sequence[tuple[int, ...]], follower: AbstractFollower) -> None:
-        self.shapes, self.follower = shapes, follower
-        self.enclosing: tuple[JaxprEqn, ...] = ()
-
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[Array], facts: Sequence[Fact]) -> tuple[list[Array], list[Fact]]:
-        """Returns the results of a program, and the fact about each."""
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        values: dict[Var, Array] = dict(zip(variables, inputs, strict=True))
-        known: dict[Var, Fact] = dict(zip(variables, facts, strict=True))
-        value = lambda atom: jnp.asarray(atom.val) if isinstance(atom, Literal) else values[atom]
-        fact = lambda atom: Parameter if isinstance(atom, Literal) else known[atom]
-        for equation in jaxpr.eqns:
-            operands, known_before = [value(atom) for atom in equation.invars], [fact(atom) for atom in equation.invars]
-            if all(isinstance(f, type) for f in known_before) and equation.primitive.name not in _CONTROL_FLOW:
-                outputs, after = bind(equation, operands), [combine_facts(known_before)] * len(equation.outvars)
-            else:
-                enclosing, self.enclosing = self.enclosing, (*self.enclosing, equation)
-                outputs, after = _RULES.get(equation.primitive.name, _expand)(self, equation, operands, known_before)
-                self.enclosing = enclosing
-            values.update(zip(equation.outvars, outputs, strict=True))
-            known.update(zip(equation.outvars, after, strict=True))
-        return [value(atom) for atom in jaxpr.outvars], [fact(atom) for atom in jaxpr.outvars]
-
-    def report_use(self, view: View, kind: str, equation: JaxprEqn) -> None:
-        """Reports one use of a weight to the follower."""
-        for term in view.terms:
-            self.follower.use(UseSite(term.weight, kind, equation, self.enclosing[:-1], term.codes))
-
-    def report_lookup(self, view: View, equation: JaxprEqn) -> None:
-        """Reports the first selection of entries."""
-        if not view.looked_up:
-            self.report_use(view, "lookup", equation)
-
-    def multiply(self, product: Product, equation: JaxprEqn) -> Array:
-        """Reports a product to the follower, and returns the operand that it returns."""
-        use = UseSite(product.view.weight, equation.primitive.name, equation, self.enclosing[:-1])
-        return self.follower.multiply(product, use)
-
-    def use(self, equation: JaxprEqn, facts: Sequence[Fact], *, excluding: Fact | None = None) -> None:
-        """Reports each weight among the operands to the follower, as a use that is not a product."""
-        for view in (view for fact in facts if fact is not excluding for view in find_views(fact)):
-            if not view.looked_up:
-                self.report_use(view, equation.primitive.name, equation)
-
-
-def _default(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    run.use(equation, facts)
-    return bind(equation, values), [combine_facts(facts)] * len(equation.outvars)
-
-
-def _expand(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    return run_implementation(run, equation, values, facts) or _default(run, equation, values, facts)
+    return Run(shapes, follower, _RULES).run(_compat.open_jaxpr(program), inputs, facts)[0]
 
 
 # Elementwise operations.
 
 
-def _elementwise(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _elementwise(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     """Masks, scales or casts values. The result is a view unless it depends on data.
 
     Codes stay codes of the weight, also where a loop or an update chooses between two.
@@ -132,7 +64,7 @@ def _elementwise(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: 
     if equation.primitive.name == "div" and not isinstance(facts[0], View | Concatenated):
         kept = []
     if others_are_data or not kept:
-        return _default(run, equation, values, facts)
+        return run.default(equation, values, facts)
     if equation.primitive.name in _SUMS and _arranged_alike(facts):
         weights = dict.fromkeys(view.weight for fact in facts for view in fact.terms)
         return bind(equation, values), [facts[0]._replace(weight=next(iter(weights)), added=tuple(weights)[1:])]
@@ -150,13 +82,13 @@ def _arranged_alike(facts: Sequence[Fact]) -> TypeGuard[Sequence[View]]:
     return isinstance(first, View) and all(isinstance(f, View) and f.arrangement == first.arrangement for f in rest)
 
 
-def _compare(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _compare(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     """Compares values. A mask computed from a weight does not count as a use of it."""
     del run
     return bind(equation, values), [combine_facts(facts)]
 
 
-def _pass_through(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _pass_through(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     del run
     return bind(equation, values), list(facts)
 
@@ -164,14 +96,14 @@ def _pass_through(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts:
 # Operations that move values: transpose, reshape, slice, gather, concatenate.
 
 
-def _move(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _move(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     first, params, shape = facts[0], equation.params, values[0].shape
     name, new_shape = equation.primitive.name, _compat.result_shape(equation)
     axes = lambda name: [int(axis) for axis in params[name]]
     if isinstance(first, Concatenated) and name == "transpose":
         return bind(equation, values), [views.transpose_concatenated(first, axes("permutation"))]
     if not isinstance(first, View) or (name == "reshape" and params["dimensions"] is not None):
-        return _default(run, equation, values, facts)
+        return run.default(equation, values, facts)
     if name == "transpose":
         view = views.transpose(first, axes("permutation"))
     elif name == "squeeze":
@@ -185,10 +117,10 @@ def _move(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequenc
     return bind(equation, values), [view]
 
 
-def _slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _slice(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     first, params = facts[0], equation.params
     if not isinstance(first, View):
-        return _default(run, equation, values, facts)
+        return run.default(equation, values, facts)
     shape = values[0].shape
     steps = params["strides"] or [1] * len(shape)
     bounds = enumerate(zip(params["start_indices"], params["limit_indices"], steps, strict=True))
@@ -201,10 +133,10 @@ def _slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequen
     return bind(equation, values), [selected]
 
 
-def _split(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _split(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     first, axis = facts[0], equation.params["axis"]
     if not isinstance(first, View):
-        return _default(run, equation, values, facts)
+        return run.default(equation, values, facts)
     parts, start = [], 0
     for size in equation.params["sizes"]:
         parts.append(views.take(first, {axis: lambda at, start=start, size=size: at[start : start + size]}))
@@ -212,10 +144,10 @@ def _split(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequen
     return bind(equation, values), parts
 
 
-def _dynamic_slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _dynamic_slice(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     first, sizes = facts[0], equation.params["slice_sizes"]
     if not isinstance(first, View):
-        return _default(run, equation, values, facts)
+        return run.default(equation, values, facts)
     shape, starts = values[0].shape, values[1:]
     # The start of a whole axis is clamped to zero.
     chosen = {axis: (starts[axis], size) for axis, size in enumerate(sizes) if size != shape[axis]}
@@ -228,14 +160,14 @@ def _dynamic_slice(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts
     return bind(equation, values), [views.take(first, choose, bool(chosen))]
 
 
-def _gather(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _gather(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     """Selects entries along one axis, as an embedding does and a stack of experts."""
     first, params = facts[0], equation.params
     dnums, sizes = params["dimension_numbers"], params["slice_sizes"]
     if first is Parameter and isinstance(facts[1], View):  # a codebook, indexed by codes
         return _decode(run, equation, values, facts[1:])
     if not isinstance(first, View):
-        return _default(run, equation, values, facts)
+        return run.default(equation, values, facts)
     run.report_lookup(first, equation)
     shape, ndim = values[0].shape, len(_compat.result_shape(equation))
     axes: list[views.Digits] = [()] * ndim
@@ -260,10 +192,10 @@ def _gather(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seque
     return bind(equation, values), [selected._replace(axes=tuple(axes), looked_up=True)]
 
 
-def _concatenate(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _concatenate(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     axis = equation.params["dimension"]
     if any(fact is Data or isinstance(fact, Concatenated) for fact in facts):
-        return _default(run, equation, values, facts)
+        return run.default(equation, values, facts)
     parts = [(f if isinstance(f, View) else None, x.shape[axis]) for f, x in zip(facts, values, strict=True)]
     return bind(equation, values), [Concatenated(axis, tuple(parts))]
 
@@ -271,22 +203,22 @@ def _concatenate(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: 
 # Products and quantized arrays. Of a quantized array, the codes are followed.
 
 
-def _decode(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _decode(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     """Decodes codes. The result is a view of the weight with unknown axes."""
     first = facts[0]
     if not isinstance(first, View):
-        return _default(run, equation, values, facts)
+        return run.default(equation, values, facts)
     return bind(equation, values), [views.decode(first, len(_compat.result_shape(equation)))]
 
 
-def _multiply_codes(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _multiply_codes(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     weight = facts[equation.params["x_tree"].num_leaves :]
     for view in (view for fact in weight for view in find_views(fact)):
         run.report_use(view, "quantized_matmul", equation)
     return bind(equation, values), [combine_facts(facts)]
 
 
-def _multiply(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _multiply(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     values, rest = list(values), list(facts)
     # Looked-up rows are inputs where the other operand is a parameter, and a weight where it is data.
     looked_up = lambda fact: all(view.looked_up for view in find_views(fact))
@@ -306,18 +238,8 @@ def _multiply(run: _Run, equation: JaxprEqn, values: Sequence[Array], facts: Seq
     return bind(equation, values), [combine_facts(facts)]
 
 
-_CONTROL_FLOW = {
-    **dict.fromkeys(
-        ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"),
-        run_call,
-    ),
-    "shard_map": run_shard_map,
-    "cond": run_cond,
-    "while": run_while,
-    "scan": run_scan,
-}
 _RULES = {
-    **_CONTROL_FLOW,
+    **CONTROL_FLOW,
     **dict.fromkeys(
         (
             "convert_element_type",
@@ -349,7 +271,7 @@ _RULES = {
     **dict.fromkeys(("transpose", "squeeze", "broadcast_in_dim", "reshape", "rev"), _move),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"), _compare),
     **dict.fromkeys(("optimization_barrier", "device_put"), _pass_through),
-    **dict.fromkeys(("pure_callback", "io_callback", "debug_callback"), _default),  # to expand would call them
+    **dict.fromkeys(("pure_callback", "io_callback", "debug_callback"), Run.default),  # to expand would call them
     "slice": _slice,
     "split": _split,
     "dynamic_slice": _dynamic_slice,

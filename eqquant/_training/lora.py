@@ -22,10 +22,9 @@ from .._numerics.axes import as_axes
 from .._tree.leaves import identity_key, Leaf
 from .._tree.placement import current_sharding
 from .._tree.select import (
-    check_order,
-    check_patterns,
+    check_rules,
     check_selected,
-    matches,
+    find_rule,
     Pattern,
     replace_selected,
     select_leaves,
@@ -33,9 +32,8 @@ from .._tree.select import (
     Selection,
     show_pattern,
     Where,
-    widen_rules,
 )
-from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding, part_reason
+from .._tree.weights import convolved_axes, default_skip_reason, is_embedding, no_matrix_reason, part_reason
 from .._types import Model, PyTree
 from .._wrappers.base import AbstractWrapper
 from .._wrappers.lora import LoraArray
@@ -140,17 +138,15 @@ def loraify(
 
 def _choose_ranks(rank: Ranks, selections: Sequence[Selection]) -> tuple[list[Selection], dict[str, int]]:
     """Returns the selection without leaves that get no rank, and the rank of each, by path."""
-    leaves = [leaf for leaf, _ in selections]
-    rules = widen_rules(rank, leaves) if isinstance(rank, Mapping) else {}
+    rules = rank if isinstance(rank, Mapping) else {}
     for r in rules.values() if rules else [rank]:
         if r is not None and (isinstance(r, bool) or not isinstance(r, int) or r < 1):
             raise ValueError(f"`rank` must be a whole number, at least 1. Got {r}.")
-    check_patterns(rules, leaves, "rank")
-    check_order(rules, [leaf for leaf, reason in selections if reason is None], "rank")
+    eligible = [leaf for leaf, reason in selections if reason is None]
+    rules = check_rules(rules, [leaf for leaf, _ in selections], eligible, "rank")
     chosen, ranks = [], {}
     for leaf, reason in selections:
-        pattern = next((p for p in rules if matches(p, leaf)), None)
-        wanted = rank if isinstance(rank, int) else None if pattern is None else rules[pattern]
+        pattern, wanted = (None, rank) if isinstance(rank, int) else find_rule(rules, leaf)
         if reason is None and wanted is None:
             reason = "no rule matches" if pattern is None else f"rule {show_pattern(pattern)!r}"
         elif wanted is not None:
@@ -239,7 +235,15 @@ def merge_lora(model: Model, *, dense: bool = False, method: MethodLike | None =
 
     result = replace_selected(model, selections, merge, has_factors)
     if projections:
-        _warn_of_lost_factors(sum(part for part, _ in projections) / sum(whole for _, whole in projections))
+        share = sum(part for part, _ in projections) / sum(whole for _, whole in projections)
+        if share < _MIN_RETAINED:
+            warnings.warn(
+                f"Rounding keeps {max(share, 0):.0%} of the change by the factors, so the merged model is near its "
+                "base. Keep the factors apart, merge with `dense=True`, or collect statistics of the dense merge, "
+                "`stats = eqq.calibrate.collect_stats(eqq.merge_lora(model, dense=True), batches, gram=True)`, and "
+                "call `eqq.merge_lora(model, method=eqq.GPTQ(stats))`.",
+                stacklevel=2,
+            )
     return result
 
 
@@ -250,17 +254,6 @@ def _project_merge(merged: Array, base: Array, exact: Array) -> tuple[float, flo
     return float(jnp.vdot(merged - base, added)), float(jnp.vdot(added, added))
 
 
-def _warn_of_lost_factors(share: float) -> None:
-    if share < _MIN_RETAINED:
-        warnings.warn(
-            f"Rounding keeps {max(share, 0):.0%} of the change by the factors, so the merged model is near its base. "
-            "Keep the factors apart, merge with `dense=True`, or collect statistics of the dense merge, "
-            "`stats = eqq.calibrate.collect_stats(eqq.merge_lora(model, dense=True), batches, gram=True)`, and call "
-            "`eqq.merge_lora(model, method=eqq.GPTQ(stats))`.",
-            stacklevel=3,
-        )
-
-
 def _ineligible_reason(leaf: Leaf) -> str | None:
     """Returns why a leaf cannot have factors, or `None`."""
     if isinstance(leaf.value, LoraArray):
@@ -269,11 +262,7 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "it is simulated: `finalize` first"
     if isinstance(leaf.parent, LowPrecisionArray):
         return "its products run in low precision: call `loraify` first, and `low_precision_training` then"
-    if (reason := part_reason(leaf, AbstractWrapper)) is not None:
-        return reason
-    if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
-        return reason
-    return "it has one dimension" if leaf.value.ndim < 2 else None
+    return part_reason(leaf, AbstractWrapper) or no_matrix_reason(leaf.value)
 
 
 def _add_factors(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> LoraArray:

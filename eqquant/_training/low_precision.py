@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 
-from .._array.array import is_quantized
 from .._formats import FP8
 from .._formats.base import AbstractFormat, has_offsets, has_one_scale, has_zero_points
 from .._formats.names import as_format
@@ -10,7 +9,7 @@ from .._mesh import move_to_mesh
 from .._tree.leaves import key_name, Leaf
 from .._tree.placement import current_sharding, replicated_sharding
 from .._tree.select import check_selected, replace_selected, select_leaves, Where
-from .._tree.weights import convolved_axes, default_skip_reason, ineligible_reason, is_embedding, part_reason
+from .._tree.weights import convolved_axes, default_skip_reason, is_embedding, no_matrix_reason, part_reason
 from .._types import Model
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.lora import LoraArray
@@ -82,40 +81,30 @@ def low_precision_training(
     convolution, or is in a wrapper that changes its products. The message names the leaf.
     """
     forward = as_format(forward, "forward")
-    gradient = _default_gradient(forward) if gradient is None else as_format(gradient, "gradient")
+    if gradient is not None:
+        gradient = as_format(gradient, "gradient")
+    else:
+        gradient = FP8("e5m2", forward.block_size) if isinstance(forward, FP8) and forward.kind == "e4m3" else forward
     selections = select_leaves(
         model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights of matmuls"
     )
     check_selected(selections, "weights that products use")
-    if delayed:
-        _check_delayed(forward, gradient)
+    for format in (forward, gradient) if delayed else ():
+        if not has_one_scale(format) or has_zero_points(format) or has_offsets(format):
+            raise ValueError(
+                f"`delayed` needs formats of one scale, without blocks, zero points or offsets. Got {format!r}. Take "
+                "'fp8' or 'int8', or leave `delayed` out: each product then computes its own scales."
+            )
 
     def wrap(leaf: Leaf) -> LowPrecisionArray:
         x = leaf.value
         # Zeros mean no amax yet: the first products use the current one.
         amax = jnp.zeros((*x.shape[:-2], 3), jnp.float32) if delayed else None
         # On the mesh of the weight, or the second step would compile again.
-        return LowPrecisionArray(
-            x, forward, gradient, stochastic, move_to_mesh(amax, replicated_sharding(current_sharding(x)))
-        )
+        amax = move_to_mesh(amax, replicated_sharding(current_sharding(x)))
+        return LowPrecisionArray(x, forward, gradient, stochastic, amax)
 
     return replace_selected(model, selections, wrap)
-
-
-def _default_gradient(forward: AbstractFormat) -> AbstractFormat:
-    """Returns the default format of gradients for a forward format."""
-    if isinstance(forward, FP8) and forward.kind == "e4m3":
-        return FP8("e5m2", forward.block_size)
-    return forward
-
-
-def _check_delayed(*formats: AbstractFormat) -> None:
-    for format in formats:
-        if not has_one_scale(format) or has_zero_points(format) or has_offsets(format):
-            raise ValueError(
-                f"`delayed` needs formats of one scale, without blocks, zero points or offsets. Got {format!r}. Take "
-                "'fp8' or 'int8', or leave `delayed` out: each product then computes its own scales."
-            )
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:
@@ -123,11 +112,9 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
         return "its products run in low precision already: `dequantize_tree` first"
     if isinstance(leaf.parent, (ActivationQuantizedArray, FakeQuantizedArray)):
         return f"{part_reason(leaf)}, whose products round already: `dequantize_tree` first"
-    if not is_quantized(leaf.value) and (reason := ineligible_reason(leaf.value)) is not None:
+    if (reason := no_matrix_reason(leaf.value)) is not None:
         return reason
-    if convolved_axes(leaf) is not None:
-        return "a convolution, which is computed in float"
-    return "it has one dimension" if leaf.value.ndim < 2 else None
+    return None if convolved_axes(leaf) is None else "a convolution, which is computed in float"
 
 
 def _skip_reason(leaf: Leaf) -> str | None:

@@ -25,3 +25,11 @@ def as_batches(batches: PyTree | Iterable[PyTree]) -> Iterable[PyTree]:
     if isinstance(batches, Mapping):
         raise TypeError("`batches` must be an iterable of batches. Got a dict. Pass a list of batches: `[batch]`.")
     return [batches] if isinstance(batches, (jax.Array, np.ndarray)) else batches
+
+
+def list_batches(batches: PyTree | Iterable[PyTree]) -> list[PyTree]:
+    """Returns a list of batches. Raises if there is none."""
+    data = list(as_batches(batches))
+    if not data:
+        raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
+    return data

@@ -18,20 +18,9 @@ from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.simulated import FakeQuantizedArray
 from .config import ActivationsLike, as_activations, as_config, Axis, QuantConfig
 from .leaves import abbreviate_list, DenseArray, Leaf
-from .missing import join_errors
+from .missing import InputsErrors
 from .roles import role_by_name
-from .select import (
-    check_order,
-    check_patterns,
-    find_named,
-    matches,
-    Pattern,
-    select_leaves,
-    Selection,
-    show_pattern,
-    Where,
-    widen_rules,
-)
+from .select import check_rules, find_named, find_rule, matches, Pattern, select_leaves, Selection, show_pattern, Where
 from .sizes import as_struct, no_smaller_reason
 from .weights import convolved_axes, ineligible_reason, input_axis, part_reason, place_reason, use_without_product
 
@@ -120,18 +109,14 @@ def decide(
     call_choice = _Choice(None, "", method, as_activations(activations), axis)
     selections = select_leaves(tree, where, ineligible=_ineligible_reason, skip=place_reason)
     choose = _make_chooser(format, selections, call_choice)
-    decisions, by_rule, errors = [], collections.defaultdict(list), {}
+    decisions, by_rule, errors = [], collections.defaultdict(list), InputsErrors()
     for (leaf, refusal), is_named in zip(selections, find_named(tree, where), strict=True):
         choice = choose(leaf) if refusal is None else _Choice(None, refusal)
-        try:
+        with errors.collect(leaf.path):
             decisions.append(_decide_leaf(leaf, choice, is_named))
-        except InputsError as e:
-            errors[leaf.path] = e
-            continue
-        if choice.sets_activations and decisions[-1].format is not None:
-            by_rule[choice.reason].append(decisions[-1])
-    if errors:
-        raise join_errors(errors, [*errors, *(d.leaf.path for d in decisions if d.format is not None)])
+            if choice.sets_activations and decisions[-1].format is not None:
+                by_rule[choice.reason].append(decisions[-1])
+    errors.check([*errors, *(d.leaf.path for d in decisions if d.format is not None)])
     quantized = [d for d in decisions if d.format is not None]
     if not quantized:
         _report_nothing_to_quantize(decisions)
@@ -174,21 +159,17 @@ def decide_activations(
                 f"`{name}` is for arrays in float. With `format=None`, quantized arrays get activations only. Got "
                 f"{name}={value!r}. Leave it out, or give a format."
             )
-    rule, decisions, errors = as_activations(activations), [], {}
+    rule, decisions, errors = as_activations(activations), [], InputsErrors()
     selections = select_leaves(tree, where, ineligible=_not_quantized_reason, kind="quantized arrays")
     for leaf, refusal in selections:
         if refusal is not None:
             decisions.append(Decision(leaf, None, (), refusal))
             continue
         axes = as_axes(leaf.value.axis)
-        try:
+        with errors.collect(leaf.path):
             chosen, note = _choose_activations(leaf, rule, axes, None)
-        except InputsError as e:
-            errors[leaf.path] = e
-            continue
-        decisions.append(Decision(leaf, None, axes, f"quantized, and keeps its codes{note}", None, chosen))
-    if errors:
-        raise join_errors(errors, [leaf.path for leaf, refusal in selections if refusal is None])
+            decisions.append(Decision(leaf, None, axes, f"quantized, and keeps its codes{note}", None, chosen))
+    errors.check([leaf.path for leaf, refusal in selections if refusal is None])
     if all(refusal is not None for _, refusal in selections):
         wrappers = {type(d.leaf.parent) for d in decisions if part_reason(d.leaf) is not None}
         if ActivationQuantizedArray in wrappers:
@@ -287,22 +268,14 @@ def _make_chooser(
     if isinstance(format, Mapping):
         eligible = [leaf for leaf, refusal in selections if refusal is None]
         leaves = [leaf for leaf, _ in selections]
-        formats = widen_rules(format, leaves)
-        check_patterns(formats, leaves, "format")
-        check_order(formats, eligible, "format")
-        rules: list[tuple[Pattern, _Choice]] = []
-        for pattern, f in formats.items():
+        rules: dict[Pattern, _Choice] = {}
+        for pattern, f in check_rules(format, leaves, eligible, "format").items():
             reason = f"rule {show_pattern(pattern)!r}"
             rule = _Choice(None, reason) if f is None else choice(as_config(f), reason)
             # A pattern that matches only leaves that stay in float by name is meant for these.
             named = f is not None and all(rule.role(leaf) for leaf in eligible if matches(pattern, leaf))
-            rules.append((pattern, rule._replace(is_final=named)))
-
-        def choose_by_pattern(leaf: Leaf) -> _Choice:
-            matched = (rule for pattern, rule in rules if matches(pattern, leaf))
-            return next(matched, _Choice(None, "no rule matches"))
-
-        return choose_by_pattern
+            rules[pattern] = rule._replace(is_final=named)
+        return lambda leaf: find_rule(rules, leaf)[1] or _Choice(None, "no rule matches")
     if callable(format) and not isinstance(format, (AbstractFormat, str, type, QuantConfig)):
 
         def choose_by_function(leaf: Leaf) -> _Choice:

@@ -116,16 +116,8 @@ class CallExplanation(Report):
             use += f" ({', '.join(w.implementations)})" if w.implementations else ""
             decoded = show_bytes(w.decoded_nbytes) if w.decoded_nbytes else ""
             style = "bold" if w.remedy else None if w.format else "dim"
-            row = (
-                Name(w.path),
-                w.format or "float",
-                use,
-                "\n".join(map(os.path.basename, w.lines)),
-                w.remedy,
-                show_bytes(w.nbytes),
-                decoded,
-            )
-            table.add_row(*row, style=style)
+            texts = (w.format or "float", use, "\n".join(map(os.path.basename, w.lines)), w.remedy)
+            table.add_row(Name(w.path), *texts, show_bytes(w.nbytes), decoded, style=style)
         return table
 
 

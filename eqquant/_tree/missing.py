@@ -1,28 +1,39 @@
 """One error for all leaves without statistics, with the rule that leaves them in float."""
 
 import collections
+import contextlib
 import fnmatch
 import glob
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from .._methods import AbstractMethod
 from .._methods.statistics import InputsError
 from .leaves import abbreviate_list
 
 
-def join_errors(errors: Mapping[str, InputsError], quantized: Collection[str]) -> ValueError:
-    """Returns one error for several leaves, with a rule that leaves them in float.
+class InputsErrors(dict[str, InputsError]):
+    """The errors about the statistics of leaves, by path, to raise as one."""
 
-    - `errors`: the error of each leaf, by path.
-    - `quantized`: the paths of all leaves to quantize. If all of them have errors, there is no rule.
-    """
-    by_rule: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
-    for error in errors.values():
-        by_rule[error.rule, error.remedy].append(error.got)
-    texts = [str(InputsError(rule, abbreviate_list(got), remedy)) for (rule, remedy), got in by_rule.items()]
-    return ValueError(" ".join(texts) + _leave_in_float(errors, quantized))
+    @contextlib.contextmanager
+    def collect(self, path: str) -> Iterator[None]:
+        """Keeps an error about a leaf for later."""
+        try:
+            yield
+        except InputsError as e:
+            self[path] = e
+
+    def check(self, quantized: Collection[str]) -> None:
+        """Raises one error for all leaves that have one, with a rule that leaves them in float.
+
+        - `quantized`: the paths of all leaves to quantize. If all of them have errors, there is no rule.
+        """
+        by_rule: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        for error in self.values():
+            by_rule[error.rule, error.remedy].append(error.got)
+        texts = [str(InputsError(rule, abbreviate_list(got), remedy)) for (rule, remedy), got in by_rule.items()]
+        if texts:
+            raise ValueError(" ".join(texts) + _leave_in_float(self, quantized))
 
 
 def warn_of_unused(
@@ -39,12 +50,6 @@ def warn_of_unused(
             + _leave_in_float(notes, quantized),
             stacklevel=stacklevel + 1,
         )
-
-
-def find_unused_note(method: AbstractMethod, path: str) -> str | None:
-    """Returns why a leaf is quantized without statistics, for a plan, or `None`."""
-    seen = method.statistics_for(path)
-    return seen.note if seen is not None and seen.axis is None else None
 
 
 def _leave_in_float(paths: Iterable[str], quantized: Collection[str]) -> str:

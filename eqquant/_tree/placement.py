@@ -13,7 +13,7 @@ from .._array.sharding import leaf_shardings
 from .._mesh import as_named, full_spec, place
 from .._types import PyTree
 from .leaves import DenseArray, Leaf, named_leaves, replace_leaves
-from .select import check_order, check_patterns, matches, Pattern, widen_rules
+from .select import check_rules, find_rule, Pattern
 
 
 Spec = NamedSharding | PartitionSpec
@@ -102,20 +102,13 @@ def _list_specs(tree: PyTree, leaves: Sequence[Leaf], shardings: Shardings) -> l
         raise TypeError(f"`shardings` must be rules, a function or a tree. Got {shardings!r}. Write {{'*': ...}}.")
     is_spec = lambda x: x is None or isinstance(x, (NamedSharding, PartitionSpec))
     if isinstance(shardings, Mapping) and all(map(is_spec, shardings.values())):
-        rules = widen_rules(shardings, leaves)
-        check_patterns(rules, leaves, "shardings")
-        check_order(rules, leaves, "shardings")
-        first = lambda leaf: next((spec for pattern, spec in rules.items() if matches(pattern, leaf)), None)
-        return [first(leaf) for leaf in leaves]
+        rules = check_rules(shardings, leaves, leaves, "shardings")
+        return [find_rule(rules, leaf)[1] for leaf in leaves]
     if callable(shardings) and jtu.all_leaves([shardings]):  # a model may be callable too
         return [shardings(leaf.path, leaf.value) for leaf in leaves]
+    put_in_boxes = lambda spec, node: jtu.tree_map(lambda _: _Box(spec), node, is_leaf=is_quantized)
     try:
-        boxes = jtu.tree_map(
-            lambda spec, node: jtu.tree_map(lambda _: _Box(spec), node, is_leaf=is_quantized),
-            shardings,
-            tree,
-            is_leaf=is_spec,
-        )
+        boxes = jtu.tree_map(put_in_boxes, shardings, tree, is_leaf=is_spec)
     except ValueError as e:
         raise ValueError(f"`shardings` must be rules, or a tree that is a prefix of the model. {e}") from None
     return [box.spec for box in jtu.tree_leaves(boxes)]

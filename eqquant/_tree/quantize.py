@@ -20,14 +20,13 @@ from .._errors import FORMAT_KEYWORDS, suggest_keywords
 from .._mesh import full_spec, on_device
 from .._methods import AbsMax, AbstractMethod
 from .._methods.names import as_method, MethodLike
-from .._methods.statistics import InputsError
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.simulated import fake_quantize_array, FakeQuantizedArray
 from .config import ActivationsLike
 from .decide import decide, decide_activations, Decision, FormatRules
 from .leaves import replace_leaves
-from .missing import find_unused_note, join_errors, warn_of_unused
+from .missing import InputsErrors, warn_of_unused
 from .placement import current_sharding, move, resolve_shardings, Shardings
 from .progress import show_progress
 from .report import TreeReport
@@ -152,9 +151,7 @@ def quantize_tree(
     default_method = as_method(method)
     decisions = decide(tree, format, where, axis, activations, default_method)
     wanted = resolve_shardings(tree, [d.leaf for d in decisions], shardings)
-    wanted = [
-        _resolve_sharding(decision, sharding, dtype) for decision, sharding in zip(decisions, wanted, strict=True)
-    ]
+    wanted = [_resolve_sharding(d, sharding, dtype) for d, sharding in zip(decisions, wanted, strict=True)]
     indices = [n for n, d in enumerate(decisions) if d.format is not None]
     methods = _find_methods(decisions, default_method)
     keys = dict(zip(indices, [None] * len(indices) if key is None else jr.split(key, len(indices)), strict=True))
@@ -166,11 +163,10 @@ def quantize_tree(
             same = (id(decision.leaf.value), decision.format, decision.axes, wanted[n], id(decision.method))
             if same not in results:
                 check_vectors(decision.format, methods[n], keys[n], decision.leaf.path)
-                encode = (
-                    ft.partial(fake_quantize_array, learn_scales=learn_scales, method=methods[n])
-                    if simulate
-                    else ft.partial(quantize_array, key=keys[n], method=methods[n])
-                )
+                if simulate:
+                    encode = ft.partial(fake_quantize_array, learn_scales=learn_scales, method=methods[n])
+                else:
+                    encode = ft.partial(quantize_array, key=keys[n], method=methods[n])
                 results[same] = _quantize_leaf(decision, encode, dtype, wanted[n])
             values[n] = results[same]
             advance()
@@ -229,23 +225,20 @@ def _find_methods(decisions: Sequence[Decision], default_method: AbstractMethod)
     statistics are missing, or belong to another array.
     """
     methods: dict[int, AbstractMethod] = {}
-    errors: dict[str, InputsError] = {}
     unused: dict[str, str] = {}
+    errors = InputsErrors()
     for n, decision in enumerate(decisions):
         if decision.format is None:
             continue
         leaf, method = decision.leaf, decision.method or default_method
-        try:
+        with errors.collect(leaf.path):
             methods[n] = method.for_leaf(leaf.path)
             methods[n].check(leaf.path, tuple(leaf.value.shape), decision.axes)
             methods[n].check_weight(leaf.path, leaf.value)
-        except InputsError as e:
-            errors[leaf.path] = e
         if (seen := method.statistics_for(leaf.path)) is not None and seen.axis is None and not seen.looked_up:
             unused[leaf.path] = seen.note
     quantized = [d.leaf.path for d in decisions if d.format is not None]
-    if errors:
-        raise join_errors(errors, quantized)
+    errors.check(quantized)
     warn_of_unused(unused, quantized, stacklevel=4)
     return methods
 
@@ -357,10 +350,8 @@ def plan_tree(
 
 def _show_method(method: AbstractMethod, path: str) -> str:
     """Returns the end of a reason: a method other than the default, and gaps in its statistics."""
-    note = find_unused_note(method, path)
-    leaf_method = method if note is None else method.for_leaf(path)
-    if note is not None:
-        return f"; {note}, by {type(leaf_method).__name__}"
     statistics = method.statistics_for(path)
+    if statistics is not None and statistics.axis is None:
+        return f"; {statistics.note}, by {type(method.for_leaf(path)).__name__}"
     remark = f" ({statistics.note})" if statistics is not None and statistics.note else ""
-    return "" if leaf_method == AbsMax() else f", by {type(leaf_method).__name__}{remark}"
+    return "" if method == AbsMax() else f", by {type(method).__name__}{remark}"

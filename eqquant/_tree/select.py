@@ -5,7 +5,7 @@ import difflib
 import fnmatch
 import re
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -59,11 +59,11 @@ def select_leaves(
     return selections
 
 
-def find_named(tree: PyTree, where: Where | None, is_leaf: Callable[[object], bool] = is_quantized) -> list[bool]:
+def find_named(tree: PyTree, where: Where | None) -> list[bool]:
     """Returns for each leaf, in order, whether `where` selects the leaf itself, not a node."""
     if where is None:
-        return [False for _ in named_leaves(tree, is_leaf)]
-    return [mark == "leaf" for mark in _mark_leaves(tree, where, is_leaf)]
+        return [False for _ in named_leaves(tree)]
+    return [mark == "leaf" for mark in _mark_leaves(tree, where, is_quantized)]
 
 
 def replace_selected(
@@ -136,12 +136,24 @@ def widen_pattern(pattern: Pattern, leaves: Sequence[Leaf]) -> Pattern:
     return inside if any(matches(inside, leaf) for leaf in leaves) else pattern
 
 
-def widen_rules(rules: Mapping[Any, _T], leaves: Sequence[Leaf]) -> dict[Pattern, _T]:
-    """Returns rules with patterns of leaves, as `widen_pattern` does; the first of equal ones."""
+def check_rules(
+    rules: Mapping[Any, _T], leaves: Sequence[Leaf], eligible: Sequence[Leaf], argument: str
+) -> dict[Pattern, _T]:
+    """Returns rules with patterns of leaves, as `widen_pattern` does; the first of equal ones.
+
+    Raises for a key that matches no leaf, and warns of rules that take none of the eligible ones.
+    """
     widened: dict[Pattern, _T] = {}
     for pattern, value in rules.items():
         widened.setdefault(widen_pattern(pattern, leaves), value)
+    check_patterns(widened, leaves, argument)
+    _check_order(widened, eligible, argument)
     return widened
+
+
+def find_rule(rules: Mapping[Pattern, _T], leaf: Leaf) -> tuple[Pattern, _T] | tuple[None, None]:
+    """Returns the pattern and value of the first rule for a leaf, or `None` for both."""
+    return next(((pattern, value) for pattern, value in rules.items() if matches(pattern, leaf)), (None, None))
 
 
 def show_pattern(pattern: Pattern) -> str:
@@ -164,25 +176,25 @@ def check_patterns(patterns: Iterable[object], leaves: Sequence[Leaf], argument:
             )
 
 
-def check_order(patterns: Collection[Pattern], leaves: Sequence[Leaf], argument: str) -> None:
+def _check_order(rules: Mapping[Pattern, object], leaves: Sequence[Leaf], argument: str) -> None:
     """Warns of patterns that never win, because wider patterns before them match their leaves.
 
     It is not an error, since users put their rules before rules for many models. A last pattern for the rest, such as
     `"*"`, may match no leaf: no pattern before it is wider.
     """
-    winners = [next((p for p in patterns if matches(p, leaf)), None) for leaf in leaves]
+    winners = [find_rule(rules, leaf)[0] for leaf in leaves]
     shadowed = []
-    for pattern in [p for p in patterns if p not in {*winners}]:
+    for pattern in [p for p in rules if p not in {*winners}]:
         matched_winners, other_winners = set(), set()
         for leaf, winner in zip(leaves, winners, strict=True):
             (matched_winners if matches(pattern, leaf) else other_winners).add(winner)
-        if wider := [repr(show_pattern(p)) for p in patterns if p in matched_winners & other_winners]:
+        if wider := [repr(show_pattern(p)) for p in rules if p in matched_winners & other_winners]:
             shadowed.append(f"{show_pattern(pattern)!r} behind {abbreviate_list(wider)}")
     if shadowed:
         warnings.warn(
             f"Each pattern of `{argument}` should stand before wider ones: the first that matches a leaf takes it. "
             f"These take none: {abbreviate_list(shadowed)}. Put the narrower first.",
-            stacklevel=6,  # of `quantize_tree`
+            stacklevel=7,  # of `quantize_tree`
         )
 
 

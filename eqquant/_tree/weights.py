@@ -29,6 +29,13 @@ def ineligible_reason(x: PyTree) -> str | None:
     return "a scalar" if x.ndim == 0 else None
 
 
+def no_matrix_reason(x: PyTree) -> str | None:
+    """Returns why a leaf is no matrix of floats, quantized or not, or `None`."""
+    if not is_quantized(x) and (reason := ineligible_reason(x)) is not None:
+        return reason
+    return "it has one dimension" if x.ndim < 2 else None
+
+
 def default_skip_reason(leaf: Leaf) -> str | None:
     """Returns why an eligible leaf stays in float by default, or `None` for a weight.
 
@@ -139,15 +146,6 @@ def _bias_shape(layer: PyTree) -> tuple[int, ...] | None:
 
 def _as_tuple(x: object) -> tuple[object, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
-
-
-def check_axis(axis: object) -> None:
-    """Raises unless `axis` is `None` or one of the last two axes."""
-    if axis not in (None, -1, -2):
-        raise ValueError(
-            f"`axis` must be -1, for weights that are used as `w @ x`, or -2, for `x @ w`. Got {axis!r}. Leave it out "
-            "for the axis that each layer has."
-        )
 
 
 def unmappable_reason(leaf: Leaf) -> str | None:

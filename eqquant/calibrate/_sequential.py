@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,12 +18,12 @@ from .._array.checks import check_dtype
 from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._methods.names import as_method
-from .._methods.statistics import InputsError, LeafStats, PER_LAYER, share_inputs
+from .._methods.statistics import LeafStats, PER_LAYER, share_inputs
 from .._numerics.axes import logical_order, memory_order
-from .._tree.batches import Apply, as_apply, as_batches
+from .._tree.batches import Apply, as_apply, list_batches
 from .._tree.decide import decide, Decision, FormatRules
-from .._tree.leaves import abbreviate_list, Leaf, named_leaves
-from .._tree.missing import join_errors, warn_of_unused
+from .._tree.leaves import abbreviate_list, named_leaves
+from .._tree.missing import InputsErrors, warn_of_unused
 from .._tree.progress import show_progress
 from .._tree.quantize import add_activations, quantize_leaf
 from .._tree.select import Where
@@ -108,9 +108,7 @@ def quantize_sequentially(
     """
     check_dtype(dtype)
     default = as_method(method)
-    data = list(as_batches(batches))
-    if not data:
-        raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
+    data = list_batches(batches)
     if not 0 <= correction <= 1:
         raise ValueError(f"`correction` must be between 0 and 1. Got {correction}.")
     model, rewrap = _unwrap_activations(model)
@@ -129,9 +127,10 @@ def quantize_sequentially(
             if stage.indices[0] in runner.places:
                 runner.observe(stage)
             for n in stage.indices:
-                observer = runner.observers[n]
-                method_with_stats = _add_statistics(methods[n], state.decisions[n].leaf, observer)
-                state.quantize(n, stage.layer, method_with_stats, observer, correction)
+                observer, own = runner.observers[n], methods[n]
+                if own.lacks_inputs() and observer.active:
+                    own = own.with_inputs(share_inputs(make_stats(state.decisions[n].leaf, observer)))
+                state.quantize(n, stage.layer, own, observer, correction)
                 advance()
             if after_each is not None and not state.unfinished:
                 after_each(rewrap(state.build_model()))
@@ -221,20 +220,17 @@ class _StageRunner:
         found = find_places(self.observed.program(self._model(reference_leaves), data[0]))
         self.places: dict[int, Place] = {}
         self.axes: dict[int, tuple[int, ...]] = {}
-        for n, observer in self:
+        for n, observer in self.observers.items():
             if places := {axes: found[sums] for axes, sums in observer.by_axes.items() if sums in found}:
                 self.places[n] = min(places.values(), key=lambda place: place.level)
                 self.axes[n] = observer.axes if observer.axes in places else next(iter(places))
-
-    def __iter__(self) -> Iterator[tuple[int, WeightObserver]]:
-        return iter(self.observers.items())
 
     def _model(self, values: list[PyTree]) -> PyTree:
         return jtu.tree_unflatten(self.state.treedef, values)
 
     def observe(self, stage: _Stage) -> None:
         """Collects the statistics of the weights of one stage, compared with the float model."""
-        for n, observer in self:
+        for n, observer in self.observers.items():
             every = range(math.prod(observer.stack))
             observer.select_layers(() if n not in stage.indices else every if stage.layer is None else (stage.layer,))
         compared = [self.observers[n] for n in stage.indices if self.correction and self.places[n].uses == 1]
@@ -261,13 +257,11 @@ def _dequantize_leaves(float_model: PyTree, model: PyTree) -> list[PyTree]:
 
 def _compute_means(observer: WeightObserver) -> dict[str, np.ndarray]:
     """Returns mean $x x^T$ of the inputs, and of reference inputs with inputs, if compared."""
-    total = next((sums.total for sums in observer.by_axes.values() if "cross" in sums.total), {})
-    rows = np.maximum(total["rows"], 1)[:, None, None] if total else None
-    return {
-        name: (total[name] / rows).reshape(*observer.stack, *total[name].shape[1:])
-        for name in ("gram", "cross")
-        if total
-    }
+    total = next((sums.total for sums in observer.by_axes.values() if "cross" in sums.total), None)
+    if total is None:
+        return {}
+    rows = np.maximum(total["rows"], 1)[:, None, None]
+    return {name: (total[name] / rows).reshape(*observer.stack, *total[name].shape[1:]) for name in ("gram", "cross")}
 
 
 def _correct_weight(x: Array, axes: tuple[int, ...], means: Mapping[str, np.ndarray], correction: float | int) -> Array:
@@ -323,15 +317,13 @@ def _prepare_methods(state: _State, runner: _StageRunner, default: AbstractMetho
     statistics are missing.
     """
     methods: dict[int, AbstractMethod] = {}
-    errors: dict[str, InputsError] = {}
     unused: dict[str, str] = {}
-    for n, observer in runner:
+    errors = InputsErrors()
+    for n, observer in runner.observers.items():
         method, path = state.decisions[n].method or default, state.decisions[n].leaf.path
         if not method.lacks_inputs():
-            try:
+            with errors.collect(path):
                 methods[n] = method.for_leaf(path)
-            except InputsError as e:
-                errors[path] = e
         elif n in runner.places:
             methods[n] = method
         else:
@@ -339,16 +331,9 @@ def _prepare_methods(state: _State, runner: _StageRunner, default: AbstractMetho
             if observer.used or not observer.looked_up:
                 unused[path] = explain_unseen(observer)
     quantized = [state.decisions[n].leaf.path for n in state.owners]
-    if errors:
-        raise join_errors(errors, quantized)
+    errors.check(quantized)
     warn_of_unused(unused, quantized, stacklevel=3)
     return methods
-
-
-def _add_statistics(method: AbstractMethod, leaf: Leaf, observer: WeightObserver) -> AbstractMethod:
-    if not method.lacks_inputs() or not observer.active:
-        return method
-    return method.with_inputs(share_inputs(make_stats(leaf, observer)))
 
 
 def _select_layer(method: AbstractMethod, layer: int) -> AbstractMethod:

@@ -12,10 +12,10 @@ from jaxtyping import Array
 
 from .._array.checks import as_jax_array, check_finite
 from .._mesh import on_device
-from .._tree.batches import Apply, as_apply, as_batches
+from .._tree.batches import Apply, as_apply, list_batches
 from .._tree.leaves import abbreviate_list, DenseArray, replace_leaves
 from .._tree.select import select_leaves, Selection, Where
-from .._tree.weights import check_axis, mapped_axis, unmappable_reason, unmapped_reason
+from .._tree.weights import mapped_axis, unmappable_reason, unmapped_reason
 from .._types import Model, PyTree
 from .._wrappers.mapped import AbstractMappedArray, reshape_along_axis
 from ._folds import Weights
@@ -38,14 +38,17 @@ class FoldChanges(NamedTuple):
 
 def select_weights(model: PyTree, where: Where | None, axis: int | None) -> tuple[list[Selection], Weights]:
     """Returns the selection of weights whose inputs can be transformed, and their input axes."""
-    check_axis(axis)
+    if axis not in (None, -1, -2):
+        raise ValueError(
+            f"`axis` must be -1, for weights that are used as `w @ x`, or -2, for `x @ w`. Got {axis!r}. Leave it out "
+            "for the axis that each layer has."
+        )
     selections = select_leaves(
         model, where, ineligible=unmappable_reason, skip=unmapped_reason, kind="float weights of linear layers"
     )
     leaves = [leaf for leaf, _ in selections]
-    return selections, Weights(
-        leaves, {n: a for n, leaf in enumerate(leaves) if (a := mapped_axis(leaf, axis)) is not None}
-    )
+    axes = {n: a for n, leaf in enumerate(leaves) if (a := mapped_axis(leaf, axis)) is not None}
+    return selections, Weights(leaves, axes)
 
 
 def change_model(
@@ -122,12 +125,7 @@ def _check_outputs(
     remedy: str,
 ) -> None:
     """Raises if the changed model has other outputs, and names the entries that change them."""
-    data = list(as_batches(batches))
-    if not data:
-        raise ValueError(
-            "`batches` must hold at least one batch. Got none. A generator can be used only once: pass a list."
-        )
-    folded = apply_changes(entries)
+    data, folded = list_batches(batches), apply_changes(entries)
     for batch in data:
         wanted = run(model, batch)
         outputs = [y for y in jtu.tree_leaves(wanted) if eqx.is_inexact_array(y)]

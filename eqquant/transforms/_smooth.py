@@ -21,7 +21,7 @@ from .._methods.names import as_method
 from .._methods.statistics import check_statistic, InputsError, LeafStats
 from .._tree.batches import Apply
 from .._tree.leaves import DenseArray
-from .._tree.missing import join_errors, warn_of_unused
+from .._tree.missing import InputsErrors, warn_of_unused
 from .._tree.select import show_refusals, Where
 from .._types import Model, PyTree
 from .._wrappers.scaled import ScaledArray
@@ -29,6 +29,7 @@ from ._change import change_model, divide_outputs, FoldChanges, multiply_inputs,
 from ._folds import find_folds, Folds, Weights
 
 
+Matrices = Sequence[Float32[Array, "*stack _ inputs"]]
 # Reduces the values of inputs that come from one output to one value.
 Pool = Callable[[Array, Callable[..., Array]], Array]
 
@@ -46,9 +47,7 @@ class AbstractSmoothing(eqx.Module):
     statistics: eqx.AbstractClassVar[tuple[str, ...]]
 
     @abc.abstractmethod
-    def choose(
-        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: LeafStats, pool: Pool
-    ) -> Float32[Array, "*stack inputs"]:
+    def choose(self, weights: Matrices, stats: LeafStats, pool: Pool) -> Float32[Array, "*stack inputs"]:
         """Returns the factors of weights that share their inputs.
 
         Weights are multiplied by them, and the inputs are divided by them.
@@ -102,9 +101,7 @@ class SmoothQuant(AbstractSmoothing):
             raise ValueError(f"`alpha` must be between 0 and 1. Got {alpha}. The usual one is 0.5.")
         self.inputs, self.alpha = inputs, float(alpha)
 
-    def choose(
-        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: LeafStats, pool: Pool
-    ) -> Float32[Array, "*stack inputs"]:
+    def choose(self, weights: Matrices, stats: LeafStats, pool: Pool) -> Float32[Array, "*stack inputs"]:
         x_amax = pool(jnp.maximum(*(jnp.abs(jnp.asarray(x, jnp.float32)) for x in (stats.min, stats.max))), jnp.max)
         w_amax = pool(ft.reduce(jnp.maximum, [jnp.max(jnp.abs(w), axis=-2) for w in weights]), jnp.max)
         usable = (x_amax > 0) & (w_amax > 0)
@@ -174,9 +171,7 @@ class AWQ(AbstractSmoothing):
         """The exponents that are tried."""
         return np.linspace(0, 1, self.grid, dtype=np.float32)
 
-    def choose(
-        self, weights: Sequence[Float32[Array, "*stack _ inputs"]], stats: LeafStats, pool: Pool
-    ) -> Float32[Array, "*stack inputs"]:
+    def choose(self, weights: Matrices, stats: LeafStats, pool: Pool) -> Float32[Array, "*stack inputs"]:
         mean_abs = pool(jnp.asarray(stats.mean_abs, jnp.float32), jnp.mean)
         gram = jnp.asarray(stats.gram, jnp.float32)
         search = ft.partial(_search, jnp.asarray(self.exponents), self.format, self.method)
@@ -293,7 +288,9 @@ def smooth(
     leaves = enumerate(weights.leaves)
     seen = {n: stats for n, leaf in leaves if isinstance(stats := method.inputs.get(leaf.path), LeafStats)}
     if axis is None:
-        weights = _use_observed_axes(weights, seen)
+        # A model may have weights of both orders.
+        observed = {n: stats.axis for n, stats in seen.items() if n in weights.axes and stats.axis in (-1, -2)}
+        weights = weights._replace(axes={**weights.axes, **observed})
     axes = weights.axes
     # The note of each weight that no product used; "" for embeddings.
     unused = {n: "" if x.looked_up else x.note for n, x in seen.items() if x.looked_up or x.axis is None}
@@ -329,18 +326,12 @@ def _scale_online(x: DenseArray, *, factor: Array, axis: int) -> ScaledArray:
     return ScaledArray(scaled, scale=(1 / factor).astype(x.dtype), axis=axis)
 
 
-def _use_observed_axes(weights: Weights, seen: Mapping[int, LeafStats]) -> Weights:
-    """Returns the weights with their observed input axes: a model may have both orders."""
-    observed = {n: stats.axis for n, stats in seen.items() if n in weights.axes and stats.axis in (-1, -2)}
-    return weights._replace(axes={**weights.axes, **observed})
-
-
 def _check_statistics(method: AbstractSmoothing, weights: Weights, indices: Sequence[int]) -> None:
     """Raises one error for all weights whose statistics are missing or of another weight."""
-    name, errors = type(method).__name__, {}
+    name, errors = type(method).__name__, InputsErrors()
     for n in indices:
         leaf = weights.leaves[n]
-        try:
+        with errors.collect(leaf.path):
             if not isinstance(method.inputs.get(leaf.path), LeafStats):
                 raise InputsError(
                     f"`inputs` of {name} must hold statistics of every weight that gets factors",
@@ -351,10 +342,7 @@ def _check_statistics(method: AbstractSmoothing, weights: Weights, indices: Sequ
                 axes = (weights.axes[n],)
                 check_statistic(method.inputs[leaf.path], statistic, name, leaf.path, tuple(leaf.value.shape), axes)
             check_same_weight(method.inputs[leaf.path], f"`inputs` of {name}", leaf.path, leaf.value)
-        except InputsError as e:
-            errors[leaf.path] = e
-    if errors:
-        raise join_errors(errors, ())
+    errors.check(())
 
 
 def _choose_factors(method: AbstractSmoothing, weights: Weights, consumers: Sequence[int], pool: Pool) -> Array:

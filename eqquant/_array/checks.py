@@ -21,7 +21,7 @@ from .._methods.given import GivenScales
 from .._numerics.axes import memory_order
 from .._numerics.blocks import divide, expand, not_finite, num_blocks
 from .._numerics.constants import compute_now
-from .._numerics.scale_bits import bits_to_scale, scale_to_bits
+from .._numerics.scale_bits import round_scale
 from .array import QuantizedArray
 from .value import AbstractArrayValue
 
@@ -261,7 +261,7 @@ def _measure_store_error(scale: Float32[Array, "*batch blocks"], format: Abstrac
     """Returns the largest relative error of storing the scales; ignores scales below 1e-30."""
     if format.scale_format is not None:
         return jnp.float32(0)
-    stored = bits_to_scale(scale_to_bits(scale, format.scale_dtype), format.scale_dtype)
+    stored = round_scale(scale, format.scale_dtype)
     return jnp.max(jnp.abs(stored - scale) / jnp.maximum(jnp.abs(scale), 1e-30), initial=0)
 
 

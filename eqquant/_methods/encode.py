@@ -12,7 +12,7 @@ import jax.extend
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.interpreters import ad, batching
-from jaxtyping import Array, Float, PRNGKeyArray, UInt8
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from .. import _compat
 from .._formats.base import AbstractFormat, pack_codes, packed_length
@@ -43,17 +43,11 @@ def quantize_packed(
     chooses_scales = isinstance(method, AbstractScaleMethod)
     if key is None and chooses_scales and type(method).quantize_rows is AbstractScaleMethod.quantize_rows:
         stored, stored_offset, grid = method.choose_grid(rows, format, chunk)
-        return EncodedRows(encode_packed(rows, grid, format, chunk), stored, grid.zero_point, stored_offset)
+        leaves, tree = jtu.tree_flatten(_compat.vary_alike((rows, grid._replace(stored_offset=None))))
+        codes = encode_p.bind(*leaves, tree=tree, format=format, chunk=chunk)
+        return EncodedRows(codes, stored, grid.zero_point, stored_offset)
     encoded = method.quantize_rows(rows, format, key=key, chunk=chunk)
     return encoded._replace(codes=pack_codes(format, encoded.codes))
-
-
-def encode_packed(
-    rows: Float[Array, "*batch length"], grid: Grid, format: AbstractFormat, chunk: int | None = None
-) -> UInt8[Array, "*batch bytes"]:
-    """Returns the packed codes of values; `chunk` is how many rows XLA encodes at a time."""
-    leaves, tree = jtu.tree_flatten(_compat.vary_alike((rows, grid._replace(stored_offset=None))))
-    return encode_p.bind(*leaves, tree=tree, format=format, chunk=chunk)
 
 
 def by_xla(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | None) -> Array:

@@ -229,26 +229,15 @@ def check_statistic(
     if isinstance(value, jax.core.Tracer):
         return
     values = np.asarray(value)
-    if not np.isfinite(values).all():
-        raise InputsError(
-            f"`inputs` of {method} must be finite",
-            f"a NaN or an infinity for {leaf}",
-            "Collect the statistics on data whose activations are finite.",
-        )
-    if np.iscomplexobj(values):
-        raise InputsError(
-            f"`inputs` of {method} must be statistics of real inputs",
-            f"complex values for {leaf}",
-            "Collect them on real data.",
-        )
-    if name == "gram":
-        values = np.diagonal(values, axis1=-2, axis2=-1)
-    if name in ("gram", "second_moment") and (values < 0).any():  # others may have any sign
-        raise InputsError(
-            f"`inputs` of {method} must be means of squares",
-            f"negative ones for {leaf}",
-            "Pass what `eqq.calibrate.collect_stats` returns.",
-        )
+    squares = np.diagonal(values, axis1=-2, axis2=-1) if name == "gram" else values
+    is_negative = name in ("gram", "second_moment") and (squares < 0).any()  # others may have any sign
+    for is_wrong, rule, got, remedy in (
+        (not np.isfinite(values).all(), "finite", "a NaN or an infinity", "Collect them on data that gives none."),
+        (np.iscomplexobj(values), "statistics of real inputs", "complex values", "Collect them on real data."),
+        (is_negative, "means of squares", "negative ones", "Pass what `eqq.calibrate.collect_stats` returns."),
+    ):
+        if is_wrong:
+            raise InputsError(f"`inputs` of {method} must be {rule}", f"{got} for {leaf}", remedy)
 
 
 def _check_collected(inputs: LeafStats, method: str, leaf: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:

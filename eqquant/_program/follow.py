@@ -82,14 +82,12 @@ def _arranged_alike(facts: Sequence[Fact]) -> TypeGuard[Sequence[View]]:
     return isinstance(first, View) and all(isinstance(f, View) and f.arrangement == first.arrangement for f in rest)
 
 
-def _compare(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
+def _compare(_: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     """Compares values. A mask computed from a weight does not count as a use of it."""
-    del run
     return bind(equation, values), [combine_facts(facts)]
 
 
-def _pass_through(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
-    del run
+def _pass_through(_: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequence[Fact]) -> Result:
     return bind(equation, values), list(facts)
 
 

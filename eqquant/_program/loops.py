@@ -208,14 +208,8 @@ def _run_scan(run: Run, equation: JaxprEqn, values: Sequence[Array], facts: Sequ
         return outputs[:count], outputs[count:]
 
     run.use(equation, [fact for fact in xs_facts if isinstance(fact, Concatenated)])
-    carry, ys = jax.lax.scan(
-        step,
-        start,
-        (jnp.arange(params["length"]), xs),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, start, (jnp.arange(params["length"]), xs), **options)
     _report_changed_carry(run, equation, carried, kept, after)
     return [*carry, *ys], [*kept, *[combine_facts([*facts, *kept])] * len(ys)]
 

@@ -51,7 +51,7 @@ class Product(NamedTuple):
         """
         others = [axis for axis in range(len(shape)) if axis not in self.inputs.axes]
         batch = [digit for digits in self.batch for digit in digits or ()]
-        separate = {axis for axis in others if _count_values(batch, axis) == shape[axis]}
+        separate = {axis for axis in others if math.prod(d.length for d in batch if d.axis == axis) == shape[axis]}
         chosen = [*self.view.fixed, *(d for digits in self.view.axes for d in digits or () if d.is_traced)]
         separate |= {digit.axis for digit in chosen if digit.axis in others[:-1]}
         return tuple(others[: max(map(others.index, separate), default=-1) + 1])
@@ -86,10 +86,6 @@ class Product(NamedTuple):
         return LayerInputs(rows, layer, row_mask)
 
 
-def _count_values(digits: Sequence[Digit], axis: int) -> int:
-    return math.prod(digit.length for digit in digits if digit.axis == axis)
-
-
 def _index_along(axis: int, axes: Sequence[Digits], fixed: Sequence[Digit], length: int) -> Any:
     """Returns the index along one axis of the weight for each entry of an array, by digits."""
     covered, total = 1, jnp.zeros([1] * len(axes), jnp.int32)
@@ -104,10 +100,8 @@ def _index_along(axis: int, axes: Sequence[Digits], fixed: Sequence[Digit], leng
             if digit.axis == axis:
                 position = np.arange(math.prod(d.size for d in digits or ())) // inner % digit.size
                 values = jnp.asarray(digit.values, jnp.int32)[position] * digit.stride
-                covered, total = (
-                    covered * digit.length,
-                    total + values.reshape([-1 if m == n else 1 for m in range(len(axes))]),
-                )
+                covered *= digit.length
+                total += values.reshape([-1 if m == n else 1 for m in range(len(axes))])
             inner *= digit.size
     return total if covered == length else None
 

@@ -1,5 +1,6 @@
 """Traces a function of pytrees to a program of arrays."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -40,10 +41,6 @@ def trace(run: Callable[..., PyTree], arguments: Sequence[PyTree]) -> Traced:
         found[:] = [lambda outputs: eqx.combine(jtu.tree_unflatten(tree, outputs), rest)]
         return outputs
 
-    arrays = [
-        (keys, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        for (keys, x), array in zip(nodes, is_array, strict=True)
-        if array
-    ]
+    arrays = [(keys, jax.ShapeDtypeStruct(x.shape, x.dtype)) for keys, x in itertools.compress(nodes, is_array)]
     program = jax.make_jaxpr(run_flat)([x for _, x in arrays])
     return Traced(program, arrays, found[0])

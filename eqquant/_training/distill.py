@@ -15,7 +15,7 @@ from rich.console import Console
 from .._array.array import is_quantized, QuantizedArray
 from .._array.codes import row_length
 from .._array.straight_through import value_of
-from .._formats.base import AbstractFormat, AbstractVectorFormat, decode_packed, find_levels
+from .._formats.base import AbstractVectorFormat, decode_packed, find_levels
 from .._numerics import packing
 from .._numerics.axes import as_axes, logical_order
 from .._numerics.blocks import dequantize_blocks
@@ -308,8 +308,8 @@ class _TrainableQuantized(eqx.Module):
     trains_codes: bool = eqx.field(static=True)
 
     def start(self) -> dict[str, Array]:
-        changes = {}
-        if _has_float_scales(self.q.format):
+        changes, format = {}, self.q.format
+        if format.scale_format is None and format.scale_dtype in ("float32", "float16", "bfloat16"):
             changes["scale"] = jnp.zeros(self.q.scale.shape, jnp.float32)
         if self.trains_codes:
             changes["codes"] = jnp.zeros((*self.q.codes.shape[:-1], row_length(self.q)), jnp.float32)
@@ -362,10 +362,6 @@ def _make_trainable(leaf: Leaf, codes: bool) -> _TrainableFloats | _TrainableQua
     if eqx.is_inexact_array(x) and place_reason(leaf) is not None:
         return _TrainableFloats(x)
     return None
-
-
-def _has_float_scales(format: AbstractFormat) -> bool:
-    return format.scale_format is None and format.scale_dtype in ("float32", "float16", "bfloat16")
 
 
 def _relative_error(outputs: PyTree, wanted: PyTree) -> Float[Array, ""]:

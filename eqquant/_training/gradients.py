@@ -75,7 +75,8 @@ def filter_value_and_grad(
             )
         # A quantized array has no float leaf to differentiate, so an extra float leaf receives the gradient of the
         # weight. Nothing reads its value, so it is zeros.
-        diff = [_make_variable(x) if c else None for x, c in zip(leaves, chosen, strict=True)]
+        make_variable = lambda x: jnp.zeros(x.shape, x.dtype) if is_quantized(x) else x
+        diff = [make_variable(x) if c else None for x, c in zip(leaves, chosen, strict=True)]
 
         @ft.partial(eqx.filter_value_and_grad, has_aux=has_aux)
         def call(diff: list[ArrayLike | None]) -> PyTree:
@@ -85,7 +86,8 @@ def filter_value_and_grad(
         value, grads = call(diff)
         # In a gradient of a gradient, the outer call has added such leaves, and needs them in `aux`.
         if has_aux and not any(is_quantized(x) and x.gradient_of is not None for x in leaves):
-            value = (value[0], jtu.tree_map(_detach_variable, value[1], is_leaf=is_quantized))
+            detach = lambda x: dataclasses.replace(x, gradient_of=None) if is_quantized(x) else x
+            value = (value[0], jtu.tree_map(detach, value[1], is_leaf=is_quantized))
         return value, jtu.tree_unflatten(treedef, grads)
 
     return value_and_grad
@@ -158,17 +160,9 @@ def _merge_booleans(spec: PyTree) -> bool:
     return wanted.pop()
 
 
-def _make_variable(x: PyTree) -> ArrayLike:
-    return jnp.zeros(x.shape, x.dtype) if is_quantized(x) else x
-
-
 def _attach_variable(x: PyTree, variable: ArrayLike) -> PyTree:
     if not is_quantized(x):
         return variable
     source = memory_order(jnp.asarray(variable), as_axes(x.axis))
     # In a gradient of a gradient the array already has such a leaf. It must receive its gradient too.
     return dataclasses.replace(x, gradient_of=source if x.gradient_of is None else x.gradient_of + source)
-
-
-def _detach_variable(x: PyTree) -> PyTree:
-    return dataclasses.replace(x, gradient_of=None) if is_quantized(x) else x

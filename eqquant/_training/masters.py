@@ -15,7 +15,6 @@ from jaxtyping import Array, DTypeLike, Float, PRNGKeyArray, UInt32
 from .._array.array import is_quantized, QuantizedArray
 from .._array.quantize import requantize_like
 from .._mesh import move_to_mesh
-from .._methods import AbstractMethod
 from .._methods.names import as_method, MethodLike
 from .._tree.leaves import abbreviate_list, DenseArray, float_leaves, Leaf, named_leaves, replace_leaves
 from .._tree.placement import replicated_sharding
@@ -157,8 +156,10 @@ def float_masters(
             next_key, *keys = jr.split(jr.wrap_key_data(key_data, impl=jr.key_impl(key)), len(new) + 1)
             key_data = jr.key_data(next_key)
         whole = _flatten_like(params, params)
+        # Integers wrap around, so that adding the change to the codes is exact.
+        change = lambda path, q, m, k: jtu.tree_map(jnp.subtract, requantize_like(q, m, k, method.for_leaf(path)), q)
         out = [
-            _update_codes(x, m, k, method.for_leaf(path)) if m is not None else _zero_update(p) if x is None else s
+            change(path, x, m, k) if m is not None else _zero_update(p) if x is None else s
             for p, (path, x), m, s, k in zip(whole, leaves, new, steps, keys, strict=True)
         ]
         return replace_leaves(params, out), FloatMastersState(replace_leaves(params, new), inner_state, key_data)
@@ -261,9 +262,8 @@ def _flatten_like(like: PyTree, tree: PyTree, rule: str = "") -> list[PyTree]:
 
 def _find_trained(params: PyTree) -> TrainedLeaves:
     """Returns the path of every leaf, with its value, or `None` if it is not trained."""
-    mask = jtu.tree_map(
-        lambda m, node: jtu.tree_map(lambda _: m, node, is_leaf=is_quantized), trainable_mask(params), params
-    )
+    spread = lambda m, node: jtu.tree_map(lambda _: m, node, is_leaf=is_quantized)
+    mask = jtu.tree_map(spread, trainable_mask(params), params)
     leaves = [
         (leaf.float_path or leaf.path, leaf.value if m else None)
         for leaf, m in zip(named_leaves(params), jtu.tree_leaves(mask), strict=True)
@@ -374,16 +374,6 @@ def _flatten_gradients(params: PyTree, leaves: TrainedLeaves, grads: PyTree, mas
             )
         out.append(grad if master is None else grad.astype(master.dtype))
     return out
-
-
-def _update_codes(
-    q: QuantizedArray, master: Float[Array, "..."], key: PRNGKeyArray | None, method: AbstractMethod
-) -> QuantizedArray:
-    """Returns the update of the codes and scales of `q` that quantizes the master.
-
-    Integers wrap around, so that adding it is exact.
-    """
-    return jtu.tree_map(lambda new, old: new - old, requantize_like(q, master, key, method), q)
 
 
 def _add_update(path: str, x: PyTree, step: PyTree, codes: bool) -> PyTree:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -104,25 +104,22 @@ def quantize_state(
     unsigned = dataclasses.replace(signed, signed=False) if has_unsigned else Dynamic8(signed=False)
     inner = as_optimizer(optimizer)
 
-    def quantize_fields(state: PyTree, float_fields: Collection[str] = ()) -> PyTree:
-        quantize = {
-            field: jtu.tree_map(
-                ft.partial(_quantize_moment, format=signed if sign else unsigned, min_size=min_size),
-                getattr(state, field),
-            )
-            for field, sign in _moment_fields(state).items()
-            if field not in float_fields
-        }
-        return state._replace(**quantize) if quantize else state
-
     def init(params: PyTree) -> PyTree:
         state = inner.init(params)
         if not jtu.tree_leaves(params):  # from `optax.tree_map_params`, to find them in the state
             return state
         _check_float(state, params)
         float_fields = ("nu",) if _is_yogi(inner.init, params) else ()
-        quantize = ft.partial(quantize_fields, float_fields=float_fields)
-        quantized = jtu.tree_map(quantize, state, is_leaf=lambda x: bool(_moment_fields(x)))
+
+        def quantize_fields(state: PyTree) -> PyTree:
+            quantized = {}
+            for field, is_signed in _moment_fields(state).items():
+                if field not in float_fields:
+                    quantize = ft.partial(_quantize_moment, format=signed if is_signed else unsigned, min_size=min_size)
+                    quantized[field] = jtu.tree_map(quantize, getattr(state, field))
+            return state._replace(**quantized) if quantized else state
+
+        quantized = jtu.tree_map(quantize_fields, state, is_leaf=lambda x: bool(_moment_fields(x)))
         if not any(is_quantized(x) for x in jtu.tree_leaves(quantized, is_leaf=is_quantized)):
             names = [jtu.keystr(path) for path, x in jtu.tree_leaves_with_path(state) if jnp.size(x) > 1]
             raise ValueError(

@@ -21,7 +21,7 @@ from .._formats.names import as_format
 from .._numerics.axes import as_axis
 from .._types import PyTree
 from ._blocks import as_shape, Blocks, make_blocks
-from ._result import CalibrationResult, check_range_format, check_real, choose_qparams
+from ._result import CalibrationResult, check_range_format, choose_qparams
 
 
 _Calibrator = TypeVar("_Calibrator", bound="AbstractCalibrator")
@@ -175,7 +175,10 @@ class AbstractCalibrator(eqx.Module):
     def _check(self, x: ArrayLike | AbstractArrayValue) -> Float32[Array, "..."]:
         """Returns a batch in float32. Raises if it is not valid."""
         x = jnp.asarray(x)
-        check_real(x, self.name)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"Data must be real. Got dtype {x.dtype} in {self.name}. Take its real and imaginary parts."
+            )
         if x.size == 0:
             raise ValueError(f"A batch must not be empty. Got shape {x.shape} for {self.name}. Leave it out.")
         self._blocks.check(x.shape, self.name)

@@ -129,7 +129,11 @@ def collect_stats(
             'scale: `eqq.Int8("tensor")` or `eqq.FP8()`. Formats with blocks have no scales from calibration.'
         )
     make = lambda leaf: WeightObserver(leaf.path, tuple(leaf.value.shape), threshold, gram, calibrator=calibrator)
-    observers = make_observers(_select_weights(model, where), make)
+    selections = select_leaves(
+        model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights", is_leaf=is_weight
+    )
+    check_selected(selections, "weights")
+    observers = make_observers([leaf for leaf, reason in selections if reason is None], make)
     run = multiply_mapped(as_apply(apply), model)
     sums = Gradients(eqx.filter_jit(run), model, observers, lookups, gradients)
     data = sums.after_each(as_batches(batches))
@@ -206,14 +210,6 @@ def is_weight(x: object) -> TypeGuard[AbstractArrayValue]:
     """Whether a node of a model is an array of ours that is observed as one weight."""
     # Not an input transform: the array inside it gets the transformed inputs.
     return isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractMappedArray)
-
-
-def _select_weights(model: PyTree, where: Where | None) -> list[Leaf]:
-    selections = select_leaves(
-        model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights", is_leaf=is_weight
-    )
-    check_selected(selections, "weights")
-    return [leaf for leaf, reason in selections if reason is None]
 
 
 def make_observers(chosen: Sequence[Leaf], make: Callable[[Leaf], WeightObserver]) -> list[tuple[Leaf, WeightObserver]]:

@@ -206,16 +206,8 @@ class _ObservingFollower(AbstractFollower):
             row_mask = None if row_mask is None else jnp.concatenate([row_mask, row_mask], axis=-1)
         rows = rows if jnp.issubdtype(rows.dtype, jnp.floating) else rows.astype(jnp.float32)
         index = self.layer_indices[product.view.weight][axes][layer_inputs.layer]
-        params = {
-            "threshold": observer.threshold,
-            "gram": observer.gram,
-            "keep": observer.keep,
-            "gated": observer.gated,
-        }
-        return observe(x, rows, index, row_mask, record=observer.by_axes[axes], **params)
-
-    def use(self, use: UseSite) -> None:
-        pass
+        options = dict(threshold=observer.threshold, gram=observer.gram, keep=observer.keep, gated=observer.gated)
+        return observe(x, rows, index, row_mask, record=observer.by_axes[axes], **options)
 
 
 class ObservedFunction:
@@ -243,23 +235,21 @@ class ObservedFunction:
     def __call__(self, model: PyTree, batch: PyTree) -> PyTree:
         """Returns the outputs. Once they are ready, all statistics are complete."""
         model = self._convert_to_jax(model)
-        arrays, rest = eqx.partition((model, batch), eqx.is_array)
         traced, _ = self._trace(model, batch)
-        return traced.outputs(self._call(arrays, rest, [observer.layer_indices() for observer in self.observers]))
+        return traced.outputs(self._call(model, batch, [observer.layer_indices() for observer in self.observers]))
 
     def program(self, model: PyTree, batch: PyTree) -> ClosedJaxpr:
         """Returns the program with its observing operations."""
-        arrays, rest = eqx.partition((model, batch), eqx.is_array)
         self._trace(model, batch)
-        observe_arrays = lambda arrays, layer_indices: self._observe(arrays, rest, layer_indices)
-        return jax.make_jaxpr(observe_arrays)(arrays, [observer.layer_indices() for observer in self.observers])
+        layer_indices = [observer.layer_indices() for observer in self.observers]
+        return eqx.filter_make_jaxpr(self._observe)(model, batch, layer_indices)[0]
 
     def _observe(
-        self, arrays: PyTree, rest: PyTree, layer_indices: Sequence[dict[tuple[int, ...], Array]]
+        self, model: PyTree, batch: PyTree, layer_indices: Sequence[dict[tuple[int, ...], Array]]
     ) -> list[Array]:
-        model, batch = eqx.combine(arrays, rest)
-        traced = self._trace(model, batch)
-        return self._follow(traced, self._list_arrays(model, batch), _ObservingFollower(self.observers, layer_indices))
+        arrays = [x for x in jtu.tree_leaves((self._dequantize_observed(model), batch)) if eqx.is_array(x)]
+        follower = _ObservingFollower(self.observers, layer_indices)
+        return self._follow(self._trace(model, batch), arrays, follower)
 
     def _follow(
         self, traced: tuple[Traced, list[Fact]], arrays: Sequence[Array], follower: AbstractFollower
@@ -276,9 +266,6 @@ class ObservedFunction:
         dense = lambda x: x.dequantize() if isinstance(x, AbstractArrayValue) else x
         dequantize_observed = lambda keys, x: dense(x) if keys in self.observer_indices else x
         return jtu.tree_map_with_path(dequantize_observed, model, is_leaf=self.is_leaf)
-
-    def _list_arrays(self, model: PyTree, batch: PyTree) -> list[Array]:
-        return [x for x in jtu.tree_leaves((self._dequantize_observed(model), batch)) if eqx.is_array(x)]
 
     def _trace(self, model: PyTree, batch: PyTree) -> tuple[Traced, list[Fact]]:
         """Traces the function once for each set of shapes, and prepares the observers."""

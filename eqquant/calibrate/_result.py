@@ -88,12 +88,6 @@ def check_range_format(format: AbstractFormat) -> None:
         )
 
 
-def check_real(x: Array, name: str) -> None:
-    """Raises for complex data."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"Data must be real. Got dtype {x.dtype} in {name}. Take its real and imaginary parts.")
-
-
 def choose_qparams(
     low: Float32[Array, "*scales"], high: Float32[Array, "*scales"], format: AbstractFormat
 ) -> tuple[Float32[Array, "*scales"], UInt8[Array, "*scales"] | None]:

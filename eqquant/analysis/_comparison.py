@@ -158,8 +158,6 @@ def compare_formats(
 
     `ValueError` if `formats` is empty, and as [`eqquant.quantize`][].
     """
-    if not formats:
-        raise ValueError("`formats` must name at least one format. Got none. Leave it out for all of the library.")
     return Comparison(tuple(run_benchmark(x, config, axis=axis) for config in as_configs(formats, method)))
 
 
@@ -167,6 +165,8 @@ def as_configs(formats: Sequence[FormatLike] | FormatLike, method: AbstractMetho
     """Returns one or several formats as `QuantConfig`s, with a default method."""
     format_list = (formats,) if isinstance(formats, (AbstractFormat, str, type, QuantConfig)) else formats
     configs = [as_config(format) for format in format_list]
+    if not configs:
+        raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
     if any(config.activations is not None for config in configs):
         raise ValueError(
             "`formats` must leave `activations` out: losses are measured with quantized weights alone. Got some. Pass "

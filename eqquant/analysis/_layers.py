@@ -125,9 +125,8 @@ def analyze_tree(
 
     As [`eqquant.quantize_tree`][].
     """
-    return compare_trees(
-        model, quantize_tree(model, format, where=where, axis=axis, method=method), threshold=threshold
-    )
+    quantized = quantize_tree(model, format, where=where, axis=axis, method=method)
+    return compare_trees(model, quantized, threshold=threshold)
 
 
 def compare_trees(model: PyTree, quantized: PyTree, *, threshold: Real | None = None) -> TreeErrorReport:

@@ -168,22 +168,20 @@ def sensitivity(
     `ValueError` if `formats` or `batch` is empty, if the loss is not one finite number, if it does not depend on the
     weights, and as [`eqquant.quantize_tree`][].
     """
-    configs = _make_configs(formats, method)
+    configs = as_configs(formats, method)
     check_batch(batch)
     weights, compute = _find_candidates(model, where, axis), compile_loss(model, loss, batch)
     base = check_loss(compute({}), "the model as it is")
     weights_changed = False
 
-    def compute_loss(
-        name: str, config: QuantConfig, members: Sequence[Candidate], quantized: Sequence[QuantizedArray]
-    ) -> float:
+    def compute_loss(context: str, members: Sequence[Candidate], quantized: Sequence[QuantizedArray]) -> float:
         nonlocal weights_changed
         replacements = {}
         for w, q in zip(members, quantized, strict=True):
             rounded = q.dequantize()
             replacements.update(dict.fromkeys(w.indices, rounded))
             weights_changed = weights_changed or not np.array_equal(rounded, w.value)
-        return check_loss(compute(replacements), f"{name} in {config!r}")
+        return check_loss(compute(replacements), context)
 
     rows = _measure_rows(weights, group, configs, compute_loss)
     if weights_changed and all(loss == base for row in rows for loss in row.losses):
@@ -245,13 +243,10 @@ def weight_sensitivity(
 
     `ValueError` if `formats` is empty, and as [`eqquant.quantize_tree`][].
     """
-    configs, weights = _make_configs(formats, method), _find_candidates(model, where, axis)
+    configs, weights = as_configs(formats, method), _find_candidates(model, where, axis)
     factors = estimate_role_factors(leaf.path for leaf in named_leaves(model) if isinstance(leaf.value, DenseArray))
 
-    def compute_error(
-        name: str, config: QuantConfig, members: Sequence[Candidate], quantized: Sequence[QuantizedArray]
-    ) -> float:
-        del name, config
+    def compute_error(_: str, members: Sequence[Candidate], quantized: Sequence[QuantizedArray]) -> float:
         error = 0.0
         for w, q in zip(members, quantized, strict=True):
             path = w.paths[0]
@@ -321,7 +316,7 @@ def _measure_rows(
     weights: Sequence[Candidate],
     group: str | Sequence[str],
     configs: Sequence[QuantConfig],
-    compute_loss: Callable[[str, QuantConfig, Sequence[Candidate], Sequence[QuantizedArray]], float],
+    compute_loss: Callable[[str, Sequence[Candidate], Sequence[QuantizedArray]], float],
     read: Callable[[str], Array | np.ndarray] | None = None,
 ) -> tuple[LeafSensitivity, ...]:
     """Returns the row of each array or group, quantized to each format."""
@@ -333,20 +328,13 @@ def _measure_rows(
         losses, nbytes = [], []
         for config in configs:
             quantized = [quantize_candidate(w, config) for w in members]
-            losses.append(compute_loss(name or members[0].paths[0], config, members, quantized))
+            losses.append(compute_loss(f"{name or members[0].paths[0]} in {config!r}", members, quantized))
             nbytes.append(sum(q.nbytes for q in quantized))
         paths, dense = tuple(path for w in members for path in w.paths), sum(array_nbytes(w.value) for w in members)
         shape, axes = tuple(members[0].value.shape), members[0].axes
         row = LeafSensitivity(paths, shape, dense, formats, tuple(nbytes), tuple(losses), len(members), name, axes)
         rows.append(row)
     return tuple(rows)
-
-
-def _make_configs(formats: Sequence[FormatLike] | FormatLike, method: AbstractMethod | None) -> tuple[QuantConfig, ...]:
-    configs = as_configs(formats, method)
-    if not configs:
-        raise ValueError("`formats` must name at least one format. Got none. For instance `('int2', 'nf4', 'int8')`.")
-    return configs
 
 
 def compile_loss(

@@ -190,10 +190,8 @@ def _make_fold(name: str, producers: Sequence[int], consumers: Sequence[int], in
     leaves, axes = weights
     for n in consumers:
         if n not in axes:
-            raise ValueError(
-                "`fold` needs weights whose inputs can be scaled. Got "
-                f"{leaves[n].path}: {unmappable_reason(leaves[n])}."
-            )
+            reason = unmappable_reason(leaves[n])
+            raise ValueError(f"`fold` needs weights whose inputs can be scaled. Got {leaves[n].path}: {reason}.")
     output_axes = {}
     for n in producers:
         # A stacked producer has the same extra axes as its consumers.
@@ -255,8 +253,7 @@ def _find_norms(patterns: Mapping[str, str], weights: Weights) -> dict[int, list
             shared = groups.keys() & consumer_matches[0][1].keys()
             norms[n] = [m for m, other in consumer_matches if all(other[name] == groups[name] for name in shared)]
             if not norms[n]:
-                path = weights.leaves[n].path
-                raise ValueError(f"`fold` must name the weights after {path}. Got none.")
+                raise ValueError(f"`fold` must name the weights after {weights.leaves[n].path}. Got none.")
     return norms
 
 

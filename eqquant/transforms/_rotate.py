@@ -142,7 +142,7 @@ _jitted_rotate = jax.jit(RotatedArray.of, static_argnums=(1, 2))
 
 
 def _find_rotations(fold: Rotations, weights: Weights, seed: int) -> list[FoldChanges]:
-    rotations, pairs, read = [], {}, []
+    rotations, pairs = [], {}
     for key, into in fold.items():
         if isinstance(into, ResidualStream):
             patterns = (key,) if isinstance(key, str) else tuple(key)
@@ -167,9 +167,8 @@ def _rotate_stream(stream: Stream, weights: Weights, seed: int) -> FoldChanges:
     changes: list[tuple[int, Change]] = []
     for norm, after in stream.norms.items():
         gain = weights.leaves[norm].value
-        gain = (
-            jnp.ones(gain.shape) if isinstance(gain, jax.ShapeDtypeStruct) else as_jax_array(gain).astype(jnp.float32)
-        )
+        is_struct = isinstance(gain, jax.ShapeDtypeStruct)
+        gain = jnp.ones(gain.shape) if is_struct else as_jax_array(gain).astype(jnp.float32)
         changes += [(n, ft.partial(multiply_inputs, factor=gain + stream.offset, axis=weights.axes[n])) for n in after]
         changes.append((norm, lambda x: jnp.full_like(x, 1 - stream.offset)))
     readers = frozenset(n for after in stream.norms.values() for n in after)

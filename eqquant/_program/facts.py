@@ -60,8 +60,9 @@ class AbstractFollower(abc.ABC):
     def multiply(self, product: Product, use: UseSite) -> Array:
         """Visits a product of floats, and returns its other operand, usually `product.x`."""
 
+    @abc.abstractmethod
     def use(self, use: UseSite) -> None:
-        """Visits a use that is not a product. By default does nothing."""
+        """Visits a use that is not a product."""
 
 
 Result: TypeAlias = tuple[list[Array], list[Fact]]

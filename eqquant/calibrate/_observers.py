@@ -209,6 +209,9 @@ class _ObservingFollower(AbstractFollower):
         options = dict(threshold=observer.threshold, gram=observer.gram, keep=observer.keep, gated=observer.gated)
         return observe(x, rows, index, row_mask, record=observer.by_axes[axes], **options)
 
+    def use(self, use: UseSite) -> None:
+        pass
+
 
 class ObservedFunction:
     """A function `(model, batch) -> outputs` whose inputs of weights are observed.

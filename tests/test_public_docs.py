@@ -132,7 +132,9 @@ def test_help_fits_a_screen(name):
 
 def test_names_in_the_pages_exist():
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    named = {(p.name, n) for p in pages for n in re.findall(r"\beqq(?:uant)?\.([A-Za-z][\w.]*\w)", p.read_text())}
+    named = {
+        (p.name, n) for p in pages for n in re.findall(r"(?<!\.)\beqq(?:uant)?\.([A-Za-z][\w.]*\w)", p.read_text())
+    }
     assert {(page, name) for page, name in named if not resolves(name)} == set()
 
 

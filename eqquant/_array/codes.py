@@ -167,9 +167,9 @@ def _check_shapes(q: AbstractCodes) -> None:
     blocks = num_blocks(row, format.block_size)
     packed = packing.packed_length(blocks, format.bits)
     for name, leaf, length in (
-        ("scale", q.scale_bits, blocks),
-        ("zero point", q.zero_point_bits, packed),
-        ("offset", q.offset_bits, blocks),
+        ("scale_bits", q.scale_bits, blocks),
+        ("zero_point_bits", q.zero_point_bits, packed),
+        ("offset_bits", q.offset_bits, blocks),
     ):
         expected, found = (*shape[:-1], length), getattr(leaf, "shape", None)
         if found not in (None, expected):

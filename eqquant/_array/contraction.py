@@ -430,7 +430,7 @@ def _lengths_agree(first: Operand, second: Operand, weight: AbstractOperand) -> 
 
 
 def _check_closure(q: AbstractOperand, x: Operand) -> None:
-    """Warns if a traced function closes over a stack of weights, and multiplies one vector by all of it.
+    """Warns if a traced function closes over a stack of weights that one vector multiplies.
 
     Usually a `scan` whose `xs` lack the codes.
     """

@@ -61,7 +61,7 @@ def change_axes(shape: tuple[int, ...], source_axes: Axes, new_shape: tuple[int,
         axes = tuple(axes[n] for n in keep)
 
         def pass_until(stop: int) -> None:
-            """Copies axes of the leaf up to `stop`: one without a logical axis stays behind its predecessor."""
+            # An axis without a logical one stays behind its predecessor.
             nonlocal at
             while at < stop:
                 places.append(len(lengths))

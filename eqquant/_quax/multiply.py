@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from .._array.moves import CannotMove
 from .._array.value import AbstractArrayValue
+from .._types import PyTree
 from .._wrappers.base import AbstractMatmulOverride
 from .._wrappers.mapped import AbstractMappedArray
 from .._wrappers.scaled import ScaledArray
@@ -41,7 +42,7 @@ class MultipliedArray(AbstractMappedArray):
 
     is_diagonal: ClassVar[bool] = True
 
-    array: AbstractArrayValue
+    array: PyTree
     scale: Float[Array, "*stack rows"]
     axis: int = eqx.field(static=True, default=-2)
 

@@ -19,7 +19,7 @@ from .rules import RULES, Value
 
 
 class Trace(_compat.QuaxTrace):
-    """Calls our rule of a primitive if an operand is one of our arrays, and none a value of another library."""
+    """Calls our rules, unless an operand is a value of another library."""
 
     def process_primitive(self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> Any:
         apply_rule = RULES.get(primitive)
@@ -89,7 +89,7 @@ class Trace(_compat.QuaxTrace):
         forget_results()
         return call_by_quax()
 
-    def to_tracer(self, x: Value) -> Any:
+    def to_tracer(self, x: Value | quax.Value) -> Any:
         """Returns the tracer of an array of any kind."""
         return _compat.QuaxTracer(self, x if isinstance(x, quax.Value) else self.to_value(x))
 
@@ -98,7 +98,7 @@ def _to_dense(values: Sequence[Any]) -> list[Array]:
     return [jnp.asarray(value.materialise()) for value in values]  # Python numbers have no shape
 
 
-def evaluate(function: Callable[..., PyTree], *operands: PyTree, selected: Sequence[bool] | None = None) -> list[Value]:
+def evaluate(function: Callable[..., PyTree], *operands: PyTree, selected: Sequence[bool] | None = None) -> list[Any]:
     """Calls a function of arrays of any kind in a new trace.
 
     **Arguments:**

@@ -135,7 +135,7 @@ def test_names_in_the_pages_exist():
     named = {
         (p.name, n) for p in pages for n in re.findall(r"(?<!\.)\beqq(?:uant)?\.([A-Za-z][\w.]*\w)", p.read_text())
     }
-    assert {(page, name) for page, name in named if not resolves(name)} == set()
+    assert {(page, n) for page, n in named if not resolves(n)} == set()
 
 
 def resolves(name):

@@ -128,7 +128,7 @@ def tests(session: nox.Session) -> None:
 def tests_oldest(session: nox.Session) -> None:
     """Runs one in twenty cases on the oldest supported versions, and then tests of the native kernels there."""
     install(session, "tests", "examples", oldest=True, weights=True)
-    # These are about bytes, sentences and sums on the host, hardly about versions of JAX. `nox -s sweep` runs all.
+    # These test file bytes, messages and host arithmetic, which hardly depend on the version of JAX.
     files = ("test_cli", "test_convert", "test_hostile_files", "test_writers", "test_load_into")
     files += ("test_analysis", "test_analysis_models", "test_pages", "test_packing")
     pytest(session, "--every", "20", "-m", "not slow", *(f"--ignore=tests/{name}.py" for name in files))
@@ -169,8 +169,8 @@ def test_native(session: nox.Session, *, whole: bool) -> None:
 def fuzz(session: nox.Session) -> None:
     """Tests and fuzzes the native kernels in C++, under sanitizers and with AMX emulated: `-- 100000` problems.
 
-    `-- grid` runs them at every pair of two lengths at which they change, `-- grid 500` at some. `-- arm` builds them
-    for aarch64, and tests and fuzzes them under an emulator.
+    `-- grid` tests every pair of lengths at which kernels switch code paths, `-- grid 500` a sample. `-- arm` builds
+    them for aarch64, and tests and fuzzes them under an emulator.
     """
     kind, *numbers = session.posargs if session.posargs[:1] in (["grid"], ["arm"]) else ("", *session.posargs)
     seed, compiler, emulator = choose_seed(), "aarch64-linux-gnu-g++", "qemu-aarch64-static"

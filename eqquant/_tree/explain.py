@@ -42,7 +42,7 @@ class WeightUse:
     - `lines`: where it is decoded, and the operations on the floats: `file:line (operations)`.
     - `decoded_nbytes`: the size of the decoded floats.
     - `axis`: the axis (or axes) along which products of floats sum, to quantize along; `None` if there are none.
-    - `windowed`: whether a convolution multiplies it whose kernel has several positions, or groups.
+    - `windowed`: whether it is the kernel of a convolution with more than one position, or with groups.
     """
 
     path: str
@@ -62,11 +62,12 @@ class WeightUse:
             return ""
         if self.windowed:
             return (
-                "no product of codes has a window: quantize activations too, to an integer format without blocks, and "
-                f"call `eqq.quaxify(f)`; or leave it in float: {{{self.path!r}: None, '*': ...}}"
+                "a convolution with a window multiplies codes only if activations are quantized too, both to integers "
+                f"without blocks: do that, and call `eqq.quaxify(f)`; or leave it in float: {{{self.path!r}: None, "
+                "'*': ...}"
             )
         if "multiplied" in self.roles or "looked up" in self.roles:
-            return "call `eqq.quaxify(f)`; if it is, let the sum run along the quantized axis, as `w @ x` does"
+            return "call `eqq.quaxify(f)`; if you already do, contract along the quantized axis, as `w @ x` does"
         return f"leave it in float: {{{self.path!r}: None, '*': ...}}"
 
 
@@ -139,8 +140,8 @@ def explain(f: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> CallEx
 
     - `f`: the model, or a function that takes the model as an argument.
     - `args`, `kwargs`: its arguments. Arrays may be `jax.ShapeDtypeStruct`s. Equinox modules and trees with quantized
-        arrays count as models, everything else as data. If none of these has weights, the first tree that has does: a
-        dictionary, a list, a state of Flax NNX.
+        arrays count as models, everything else as data. If none of these has weights, the first argument that
+        has some counts as the model: a dictionary, a list, a state of Flax NNX.
 
     **Returns:**
 

@@ -28,8 +28,8 @@ from .weights import default_skip_reason, ineligible_reason, input_axis
 def summary(tree: PyTree) -> TreeReport:
     """Returns a report of a tree: the format, bytes and bits per value of each array.
 
-    For arrays in float it tells the reason, as [`eqquant.plan_tree`][] does: `left out by the call` if a rule, `where=`
-    or `axis=` decided it.
+    For float arrays it gives the reason, as [`eqquant.plan_tree`][] does; `left out by the call` means that a rule,
+    `where=` or `axis=` excluded it.
 
     !!! Example
 
@@ -70,7 +70,7 @@ def _float_reason(leaf: Leaf, formats: Collection[AbstractFormat]) -> str:
     if not formats:
         return few_values_reason(leaf.value, axes) or "nothing is quantized yet"
     reasons = [no_smaller_reason(leaf.value, format, axes) for format in formats]
-    return next((reason for reason in reasons if reason is not None and None not in reasons), "left out by the call")
+    return min(map(str, reasons)) if None not in reasons else "left out by the call"
 
 
 def _is_row(x: PyTree) -> bool:

@@ -1,6 +1,7 @@
-"""Files and folders that appear whole: a reader finds the old ones or the new ones.
+"""Writes a file or a new folder atomically, even if the process is killed or several write at the same time.
 
-That holds even if the process is killed, or if several write at the same time.
+Into a folder that exists, files move one by one, the one that readers open first last: an exception undoes the moves. A
+kill in between can leave new files beside an old first one; shards have fresh names, so its index still reads.
 """
 
 import contextlib
@@ -19,9 +20,9 @@ _END = ".eqquant.tmp"
 
 @contextlib.contextmanager
 def replace(path: Path, head: str | None = None, claim: Callable[[], Iterable[Path]] = tuple) -> Iterator[Path]:
-    """Yields where to write what moves to `path` if the body raises nothing.
+    """Yields a temporary path. What is written there moves to `path` if the body succeeds.
 
-    That is a file, or with `head` a folder. A folder that exists keeps its other files.
+    It is a file, or with `head` a folder. A folder that exists keeps its other files.
 
     - `head`: the file of a folder that a reader opens first. It moves last.
     - `claim`: raises if `path` must not be written, or returns the files that the new ones replace. It is called at the
@@ -87,8 +88,8 @@ def make_scratch(path: Path) -> Iterator[Path]:
 def _lock(folder: Path, wait: bool = True) -> Iterator[int | None]:
     """Locks a folder, and yields its handle.
 
-    A system unlocks it when the process ends. Yields `None` if another process holds it, or where the system locks no
-    folders: Windows, some network file systems.
+    The operating system unlocks it when the process ends. Yields `None` if another process holds it, or where folders
+    cannot be locked: Windows, some network file systems.
     """
     if sys.platform == "win32":
         yield None

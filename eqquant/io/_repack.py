@@ -58,9 +58,9 @@ class Unpacked(NamedTuple):
 
 
 def act_order(t: StoredTensor | None, length: int, groups: int) -> np.ndarray | None:
-    """Returns the order in which groups of inputs are stored, from the group of each input.
+    """Returns the permutation that sorts inputs by group, from the group of each input.
 
-    `None` if they are stored in the order of the weight.
+    `None` if they are in order already.
     """
     if t is None:
         return None

@@ -19,9 +19,9 @@ from ._settings import find_settings, find_unknown
 
 # The integer format of each width.
 INTEGERS = {8: Int8, 6: Int6, 5: Int5, 4: Int4, 3: Int3, 2: Int2}
-# What libraries store beside `L.weight`, by its name after `L`. Beside an array of another name, such as `experts.up`,
-# stand those that begin with `weight`: `weight_scale` is `experts.up_scale`. What belongs to activations, such as
-# `input_scale`, is an array of its own.
+# Suffixes that libraries put beside `L.weight`: a tensor `L.<part>`. Beside an array of another name, such as
+# `experts.up`, `weight_scale` stands for `experts.up_scale`. Tensors of activations, such as `input_scale`, are arrays
+# of their own.
 PARTS = tuple(
     """
     weight weight_scale weight_scale_inv weight_scales_inv weight.scale scale qscale_weight scale_weight weight_scale_2
@@ -44,8 +44,8 @@ class Item:
 
     - `entry`: its shape, dtype and format.
     - `stored_as`: its name in the file: a dtype, or the name of a layout.
-    - `tensors`: the tensors that hold it. Errors name the first one, which alone a reader gives; `read_items` adds
-        the others.
+    - `tensors`: the tensors that hold it. A reader gives the main one, which errors name; `read_items` adds its
+        companions.
     - `load`: reads it, or its parts, which are repacked.
     - `problem`: why it cannot be read, if that is known. Then `load` raises.
     """
@@ -190,7 +190,7 @@ def read_items(
 def plain_arrays(files: Files, used: Collection[str] = ()) -> dict[str, Item]:
     """Returns an item for every tensor but for the `used` ones.
 
-    If `config.json` says that the checkpoint is quantized, codes are no values: without a scale they cannot be read.
+    If `config.json` says that the checkpoint is quantized, a tensor of codes without a scale is an error.
     """
     settings = find_settings(files)
     method = str(settings.get("quant_method", "quantized"))[:40]

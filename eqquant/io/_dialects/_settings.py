@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from .._files import Files
 
 
-# Settings that a reader uses, that tensors say again, or that say how a weight was made, is multiplied or is moved.
-# First those of several libraries; MLX, GPTQ, AWQ; AutoRound; compressed-tensors; bitsandbytes; fp8, ModelOpt; others.
+# Settings that cannot change decoded values unseen: a reader uses them, tensors repeat them, or they are about
+# calibration, kernels or placement. In the order: of several libraries and MLX; GPTQ and AWQ; AutoRound;
+# compressed-tensors; bitsandbytes; fp8 and ModelOpt; Quark and others.
 KNOWN = frozenset(
     """
     quant_method version format bits group_size sym zero_point desc_act lm_head ignore ignored_layers exclude_modules

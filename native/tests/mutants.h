@@ -1,6 +1,6 @@
-// What `tools/mutate_native.py` writes into a copy of the sources: all mutants are compiled at once, and the variable of the
-// environment EQQUANT_MUTANT says which of them runs. `EQQUANT_REACHED` names a file that gets a byte for each mutant:
-// whether the tests came by.
+// What `tools/mutate_native.py` writes into a copy of the sources: all mutants are compiled at once, and the variable
+// of the environment EQQUANT_MUTANT says which of them runs. `EQQUANT_REACHED` names a file that gets a byte for each
+// mutant: whether the tests came by.
 #pragma once
 
 extern int active_mutant;

@@ -401,7 +401,7 @@ def test_values_beside_a_weight_are_checked(tmp_path):
     for tensors, good, bad, message in (
         (int8, {"l.weight_format": ("U8", np.array(0, np.uint8))}, {"l.weight_format": ("U8", np.array(3, np.uint8))},
          "'l.weight_format': It must be 0"),
-        (scaled, {"l.weight_zero_point": ("F8_E4M3", 0 * w[:1, :1])}, {"l.weight_zero_point": ("F32", one)},
+        (scaled, {"l.weight_zero_point": ("F8_E4M3", np.zeros_like(w[:1, :1]))}, {"l.weight_zero_point": ("F32", one)},
          "'l.weight_zero_point': It must be zero beside F8_E4M3"),
         (scaled, comfy({"format": "float8_e4m3fn", "full_precision_matrix_mult": True}), comfy({"format": "nvfp4"}),
          "'l.comfy_quant': eqquant reads float8_e4m3fn"),

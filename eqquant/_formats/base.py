@@ -83,7 +83,7 @@ class AbstractFormat(eqx.Module):
     block_size: eqx.AbstractVar[BlockSize]
     if TYPE_CHECKING:  # a subclass may have fields of these names
         bits: int = eqx.field(init=False)
-        scale_dtype: ScaleDtype = eqx.field(init=False)
+        scale_dtype: ClassVar[ScaleDtype] = "float32"
     else:  # an annotation would put the field of a subclass before its block size
         bits: AbstractClassVar[int]
         scale_dtype = "float32"

@@ -230,7 +230,7 @@ class Codebook(AbstractCodebook):
             )
         self.values = tuple(table.tolist())
         self.block_size = block_size
-        self.scale_dtype = scale_dtype
+        self.scale_dtype = scale_dtype  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __check_init__(self) -> None:
         check_stored_float(self)

@@ -44,7 +44,7 @@ class MLX(AbstractOffsetFormat):
     def __init__(
         self, bits: Literal[2, 3, 4, 5, 6, 8] = 4, block_size: BlockSize = 64, scale_dtype: StoredFloat = "float16"
     ) -> None:
-        self.bits, self.block_size, self.scale_dtype = bits, block_size, scale_dtype
+        self.bits, self.block_size, self.scale_dtype = bits, block_size, scale_dtype  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __check_init__(self) -> None:
         check_stored_float(self)

@@ -60,7 +60,7 @@ class Trellis(AbstractSequenceFormat):
     segment = trellis.SEGMENT
 
     def __init__(self, bits: int, block_size: BlockSize = None, scale_dtype: StoredFloat = "bfloat16") -> None:
-        self.bits, self.block_size, self.scale_dtype = bits, block_size, scale_dtype
+        self.bits, self.block_size, self.scale_dtype = bits, block_size, scale_dtype  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __check_init__(self) -> None:
         check_stored_float(self)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32, UInt8
 from .._numerics.blocks import absmax, BlockSize, ends, minmax, signed_absmax
 from .._numerics.integers import affine_scale
 from .._numerics.rounding import divide_as_c, round_half_away
-from .._numerics.scale_bits import round_up_from_zero
+from .._numerics.scale_bits import round_up_from_zero, ScaleDtype
 from .base import AbstractFormat, AbstractOffsetFormat, Blocks, Scales
 from .codebook import AbstractCodebook
 from .integer import Int6, Int8
@@ -24,7 +24,7 @@ class _AbstractPlain(AbstractFormat):
     """One level of scales, in float16. ggml multiplies values by their reciprocals."""
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
     multiplies_by_reciprocal = True
 
 
@@ -224,7 +224,7 @@ class _Unsigned(AbstractFormat):
 
     bits: int = eqx.field(static=True)
     block_size: BlockSize = eqx.field(static=True)
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
 
     def choose_scale(self, blocks: Blocks) -> Scales:
         # Not zero: scales would vanish beside offsets.
@@ -392,7 +392,7 @@ class IQ4_NL(_AbstractIQ4):
     **Arguments:** none; the block size is set by definition.
     """
 
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
 
 
 class IQ4_XS(_AbstractIQ4):

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float32, Int32, UInt8
 from .._native.weight import Codec
 from .._numerics import packing
 from .._numerics.blocks import absmax, absmean, BlockSize
-from .._numerics.scale_bits import round_up_from_zero
+from .._numerics.scale_bits import round_up_from_zero, ScaleDtype
 from . import grids
 from .base import AbstractFormat, AbstractVectorFormat, Blocks, Scales, SEARCH_LIMIT
 from .grids import VectorGrid
@@ -38,7 +38,7 @@ class _Odd(AbstractFormat):
     bits: int = eqx.field(static=True)
     block_size: BlockSize = eqx.field(static=True)
     unit: float = eqx.field(static=True)
-    scale_dtype = "float16"
+    scale_dtype: ClassVar[ScaleDtype] = "float16"
 
     def choose_scale(self, blocks: Blocks) -> Scales:
         largest = jnp.max(blocks, axis=-1, initial=0)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from .._numerics.blocks import absmax, BlockSize
 from .._numerics.minifloats import E2M1, E4M3, E5M2, exp2, floor_log2, Minifloat
+from .._numerics.scale_bits import ScaleDtype
 from .base import AbstractFormat, Blocks, Scales
 from .floating import AbstractMinifloat, FP8
 
@@ -18,7 +19,7 @@ class _AbstractMX(AbstractMinifloat):
     """
 
     block_size: BlockSize = eqx.field(static=True, default=32, init=False)
-    scale_dtype = "e8m0"
+    scale_dtype: ClassVar[ScaleDtype] = "e8m0"
 
     def choose_scale(self, blocks: Blocks) -> Scales:
         exponent = floor_log2(absmax(blocks)) - self.element.max_exponent

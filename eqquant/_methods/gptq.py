@@ -1,7 +1,7 @@
 """GPTQ: rounds one column at a time, and corrects its error in what follows."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -63,8 +63,8 @@ class GPTQ(AbstractMethod):
     damping: float = eqx.field(static=True)
     order: str | None = eqx.field(static=True)
     method: AbstractScaleMethod
-    statistic = "gram"
-    vector_formats = (AbstractSequenceFormat,)
+    statistic: ClassVar[str | None] = "gram"
+    vector_formats: ClassVar[tuple[type[AbstractFormat], ...]] = (AbstractSequenceFormat,)
 
     def __init__(
         self,

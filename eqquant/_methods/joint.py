@@ -1,6 +1,7 @@
 """The method of least squared error for nested scales (double quantization) and offsets."""
 
 import math
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -58,7 +59,7 @@ class JointMSE(AbstractMethod):
     """
 
     inputs: Inputs = None
-    statistic = "second_moment"
+    statistic: ClassVar[str | None] = "second_moment"
 
     def quantize_rows(
         self, rows: Rows, format: AbstractFormat, *, key: PRNGKeyArray | None = None, chunk: int | None = None

@@ -1,5 +1,7 @@
 """Learned rounding: improves codes and scales of another method in turn, on the inputs."""
 
+from typing import ClassVar
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -49,8 +51,8 @@ class LearnedRounding(AbstractMethod):
     method: AbstractMethod
     rounds: int = eqx.field(static=True)
     damping: float = eqx.field(static=True)
-    statistic = "gram"
-    vector_formats = ()
+    statistic: ClassVar[str | None] = "gram"
+    vector_formats: ClassVar[tuple[type[AbstractFormat], ...]] = ()
 
     def __init__(
         self,

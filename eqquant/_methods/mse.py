@@ -1,5 +1,7 @@
 """The method of least squared error."""
 
+from typing import ClassVar
+
 from .._formats.base import AbstractFormat, Blocks, Scales
 from .base import AbstractScaleMethod
 from .choose import ZeroPoints
@@ -31,7 +33,7 @@ class MSE(AbstractScaleMethod):
     """
 
     inputs: Inputs = None
-    statistic = "second_moment"
+    statistic: ClassVar[str | None] = "second_moment"
 
     def choose_scales(self, blocks: Blocks, format: AbstractFormat) -> tuple[Scales, ZeroPoints]:
         return self.choose_weighted(blocks, None, format)

@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -61,7 +61,7 @@ class LoraArray(AbstractArrayValue):
     alpha: float = eqx.field(static=True)
     in_ndim: int = eqx.field(static=True)
 
-    frozen = ("base",)
+    frozen: ClassVar[tuple[str, ...]] = ("base",)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ class SmoothQuant(AbstractSmoothing):
 
     inputs: Mapping[str, LeafStats]
     alpha: float = eqx.field(static=True)
-    statistics = ("min", "max")
+    statistics: ClassVar[tuple[str, ...]] = ("min", "max")
 
     def __init__(self, inputs: Mapping[str, LeafStats], alpha: float | int = 0.5) -> None:
         """**Arguments:**
@@ -136,7 +136,7 @@ class AWQ(AbstractSmoothing):
     format: AbstractFormat
     method: AbstractScaleMethod
     grid: int = eqx.field(static=True)
-    statistics = ("mean_abs", "gram")
+    statistics: ClassVar[tuple[str, ...]] = ("mean_abs", "gram")
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 import abc
 import functools as ft
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import equinox as eqx
 import jax

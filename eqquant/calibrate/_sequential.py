@@ -15,12 +15,12 @@ from jaxtyping import Array, DTypeLike
 
 from .._array.array import is_quantized, QuantizedArray
 from .._array.checks import check_dtype
-from .._formats.base import AbstractFormat
 from .._methods import AbstractMethod
 from .._methods.names import as_method
 from .._methods.statistics import LeafStats, PER_LAYER, share_inputs
 from .._numerics.axes import logical_order, memory_order
 from .._tree.batches import Apply, as_apply, list_batches
+from .._tree.config import ActivationsLike
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.leaves import abbreviate_list, named_leaves
 from .._tree.missing import InputsErrors, warn_of_unused
@@ -58,7 +58,7 @@ def quantize_sequentially(
     float_model: PyTree | None = None,
     after_each: Callable[[PyTree], object] | None = None,
     progress: bool = False,
-    activations: AbstractFormat | str | Mapping | None = None,
+    activations: ActivationsLike | None = None,
 ) -> Model:
     r"""Quantizes the weights of a model in the order in which it uses them.
 

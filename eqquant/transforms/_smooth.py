@@ -3,7 +3,6 @@
 import abc
 import functools as ft
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -86,7 +85,7 @@ class SmoothQuant(AbstractSmoothing):
 
     inputs: Mapping[str, LeafStats]
     alpha: float = eqx.field(static=True)
-    statistics: ClassVar[tuple[str, ...]] = ("min", "max")
+    statistics = ("min", "max")
 
     def __init__(self, inputs: Mapping[str, LeafStats], alpha: float | int = 0.5) -> None:
         """**Arguments:**
@@ -137,7 +136,7 @@ class AWQ(AbstractSmoothing):
     format: AbstractFormat
     method: AbstractScaleMethod
     grid: int = eqx.field(static=True)
-    statistics: ClassVar[tuple[str, ...]] = ("mean_abs", "gram")
+    statistics = ("mean_abs", "gram")
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Writes a file or a new folder atomically.
 
 That holds even if the process is killed, or if several write at the same time. Into a folder that exists, files move
-one by one, the one that readers open first last, and an exception undoes the moves. A kill in between can leave new files
-beside an old first one; shards have fresh names, so its index still reads.
+one by one, the one that readers open first last, and an exception undoes the moves. A kill in between can leave new
+files beside an old first one; shards have fresh names, so its index still reads.
 """
 
 import contextlib

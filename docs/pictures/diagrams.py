@@ -71,11 +71,11 @@ def sharding(theme: Theme) -> Any:
 
 def architecture(theme: Theme) -> Any:
     """The rooms of the package, by levels."""
-    ax = canvas(5.9, theme, "The rooms of eqquant: each imports from below")
+    ax = canvas(6.28, theme, "The rooms of eqquant: each imports from below")
     rows = (
-        ("L12", (("the public names: eqq.quantize, eqq.quantize_tree, ...", 4, ""),)),
+        ("L13", (("the public names: eqq.quantize, eqq.quantize_tree, ...", 4, ""),)),
         (
-            "L10",
+            "L11",
             (
                 ("calibrate\nranges from data", 1.2, ""),
                 ("transforms\nAWQ, rotations", 1.2, ""),
@@ -83,8 +83,9 @@ def architecture(theme: Theme) -> Any:
                 ("io\nfiles", 0.6, ""),
             ),
         ),
-        ("L9", (("_training: masters, simulation, optimizer state", 4, ""),)),
-        ("L8", (("_tree: leaves, rules, reports", 2, ""), ("_cache: keys, values", 1.6, ""))),
+        ("L10", (("_training: masters, simulation, optimizer state", 4, ""),)),
+        ("L9", (("_tree: leaves, rules, reports", 2, ""), ("_cache: keys, values", 1.6, ""))),
+        ("L8", (("_quax: quaxify, and its rules", 4, ""),)),
         ("L7", (("_wrappers: arrays around arrays", 4, ""),)),
         ("L6", (("_matmul: how a product is computed\nxla   cpu   cpu_int8   pallas_gpu   pallas_tpu", 4, "green"),)),
         ("L5", (("_array: QuantizedArray\ncodes, scales, zero points, a format", 4, "blue"),)),
@@ -94,7 +95,7 @@ def architecture(theme: Theme) -> Any:
         ("L1", (("_native: eqquant-cpu", 2, ""), ("_mesh: shardings", 1.6, ""))),
         ("L0", (("_compat, _errors, _report, _types", 4, ""),)),
     )
-    y, left = 5.5, 0.42
+    y, left = 5.88, 0.42
     for level, boxes in rows:
         high = 0.44 if any("\n" in text for text, _, _ in boxes) else 0.29
         y -= high + 0.09

@@ -28,7 +28,7 @@ def as_batches(batches: PyTree | Iterable[PyTree]) -> Iterable[PyTree]:
 
 
 def list_batches(batches: PyTree | Iterable[PyTree]) -> list[PyTree]:
-    """Returns a list of batches. Raises if there is none."""
+    """Returns a list of batches. Raises if it is empty."""
     data = list(as_batches(batches))
     if not data:
         raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")

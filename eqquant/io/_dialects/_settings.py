@@ -47,7 +47,7 @@ def find_settings(files: Files, *keys: str) -> Mapping[str, object]:
     return {}
 
 
-def of_layer(settings: Mapping[str, object], layers: object, name: str) -> Mapping[str, object]:
+def find_layer_settings(settings: Mapping[str, object], layers: object, name: str) -> Mapping[str, object]:
     """Returns the settings of the layer of a weight: its own among `layers`, or common ones."""
     own = layers.get(name.removesuffix(".weight")) if isinstance(layers, Mapping) else None
     return {**settings, **own} if isinstance(own, dict) else settings

@@ -32,7 +32,7 @@ from .._files import Files, read_json
 from .._repack import act_order, Unpacked
 from .._tensors import DTYPES, FLOATS, StoredTensor
 from ._item import as_format, find_weights, INTEGERS, Item, Parts, read_items, take, unreadable_item, weight
-from ._settings import find_settings, of_layer
+from ._settings import find_layer_settings, find_settings
 
 
 NAME = "gptq"
@@ -50,7 +50,7 @@ def recognizes(files: Files) -> bool:
 def items(files: Files) -> dict[str, Item]:
     settings = find_settings(files, "quantization_config") or _read_settings_file(files)
     layout = _layout(settings)
-    read = lambda name, parts: _item(parts, layout, of_layer(settings, settings.get("extra_config"), name))
+    read = lambda name, parts: _item(parts, layout, find_layer_settings(settings, settings.get("extra_config"), name))
     return read_items(files, find_weights(files, "qweight"), read, settings)
 
 

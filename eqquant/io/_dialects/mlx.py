@@ -20,7 +20,7 @@ from .._repack import Unpacked
 from .._tensors import DTYPES, FLOATS
 from ._item import as_format, find_weights, Item, Parts, read_items, take, unreadable_item, weight
 from ._scaled import microscaled_item
-from ._settings import find_settings, of_layer
+from ._settings import find_layer_settings, find_settings
 
 
 NAME = "mlx"
@@ -40,7 +40,7 @@ def _weights(files: Files) -> list[str]:
 
 def items(files: Files) -> dict[str, Item]:
     common = find_settings(files, "quantization", "quantization_config")
-    read = lambda name, parts: _item(parts, of_layer(common, common, name))
+    read = lambda name, parts: _item(parts, find_layer_settings(common, common, name))
     layers = [own for own in common.values() if isinstance(own, dict)]
     settings = {key: value for own in (common, *layers) for key, value in own.items() if not isinstance(value, dict)}
     return read_items(files, _weights(files), read, settings)

@@ -145,7 +145,7 @@ def check_leaves(q: AbstractCodes) -> None:
                 "averaged or cast as if they were numbers. Average the float model, or the masters, and quantize "
                 "the result. To change its dtype, call `q.astype(dtype)` on the array as a whole."
             )
-    _check_shapes(q)
+    _check_shapes(q, *leaves)
     if gradient_of is None:
         return
     ranks = {leaf.ndim for leaf in (codes, gradient_of) if isinstance(leaf, jax.Array)}
@@ -158,19 +158,17 @@ def check_leaves(q: AbstractCodes) -> None:
         )
 
 
-def _check_shapes(q: AbstractCodes) -> None:
+def _check_shapes(q: AbstractCodes, codes: object, *leaves: object) -> None:
     """Raises if scales, zero points or offsets are not those of the blocks of the codes."""
-    codes, format, row = q.codes, q.format, row_length(q)
+    format, row = q.format, row_length(q)
     shape = getattr(codes, "shape", None)  # which shardings in place of arrays lack
     if shape is None or shape[-1:] != (packed_length(format, row),):  # the property `shape` refuses these
         return
     blocks = num_blocks(row, format.block_size)
-    packed = packing.packed_length(blocks, format.bits)
-    for name, leaf, length in (
-        ("scale_bits", q.scale_bits, blocks),
-        ("zero_point_bits", q.zero_point_bits, packed),
-        ("offset_bits", q.offset_bits, blocks),
-    ):
+    for name, leaf in zip(("scale_bits", "zero_point_bits", "offset_bits"), leaves, strict=True):
+        if leaf is None:
+            continue
+        length = packing.packed_length(blocks, format.bits) if name == "zero_point_bits" else blocks
         expected, found = (*shape[:-1], length), getattr(leaf, "shape", None)
         if found not in (None, expected):
             raise ValueError(

@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float
 from .._array.moves import CannotMove
 from .._array.value import AbstractArrayValue
 from .._types import PyTree
-from .._wrappers.base import AbstractMatmulOverride
+from .._wrappers.base import AbstractMatmulOverride, with_array
 from .._wrappers.mapped import AbstractMappedArray
 from .._wrappers.scaled import ScaledArray
 from .rules import rule, Value
@@ -57,6 +57,6 @@ def _scale(w: Value, factor: Value) -> AbstractArrayValue:
     if not isinstance(factor, jax.core.Tracer) and factor == 1:
         return w
     if isinstance(w, AbstractMatmulOverride):  # the weight alone is multiplied, not what its products add
-        return eqx.tree_at(lambda w: w.array, w, _scale(w.array, factor), is_leaf=lambda part: part is w.array)
+        return with_array(w, _scale(w.array, factor))
     factor = jnp.asarray(factor, getattr(factor, "dtype", w.dtype))
     return MultipliedArray(array=w, scale=jnp.broadcast_to(factor, w.shape[:-1]))

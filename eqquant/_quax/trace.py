@@ -117,5 +117,5 @@ def evaluate(function: Callable[..., PyTree], *operands: PyTree, selected: Seque
         tracers = [trace.to_tracer(x) if seen else x for x, seen in zip(operands, sees, strict=True)]
         with set_current_trace(trace):
             out = function(*tracers)
-            # An array from outside the trace is an array of it, too.
+        # `to_value` also takes arrays from outside the trace.
         return [_compat.unwrap_quax(trace.to_value(x)) if eqx.is_array_like(x) else x for x in out]

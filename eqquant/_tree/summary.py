@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Collection
 
-import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
@@ -14,7 +13,7 @@ from .._formats.base import AbstractFormat
 from .._numerics.axes import as_axes
 from .._types import PyTree
 from .._wrappers.activation import ActivationQuantizedArray
-from .._wrappers.base import AbstractMatmulOverride
+from .._wrappers.base import AbstractMatmulOverride, with_array
 from .._wrappers.low_precision import LowPrecisionArray
 from .._wrappers.mapped import AbstractMappedArray
 from .._wrappers.simulated import FakeQuantizedArray
@@ -86,8 +85,9 @@ def _make_wrapper_rows(leaf: Leaf) -> list[LeafReport]:
         return [row._replace(activations=w.activations, nbytes=w.nbytes)]
     inside = summary({"array": w.array}).leaves
     inside = [row._replace(reason=f"{row.reason}; its products {w.products}") for row in inside]
-    rest = eqx.tree_at(lambda w: w.array, w, None, is_leaf=lambda part: part is w.array)
-    others = [row for part in named_leaves(rest) for row in make_rows(part, f"a part of {type(w).__name__}")]
+    others = [
+        row for part in named_leaves(with_array(w, None)) for row in make_rows(part, f"a part of {type(w).__name__}")
+    ]
     return [row._replace(path=f"{leaf.path}.{row.path}") for row in (*inside, *others)]
 
 
@@ -133,8 +133,7 @@ def dequantize_tree(tree: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         if isinstance(x, ActivationQuantizedArray | LowPrecisionArray):  # whose products only round
             return dequantize_tree(x.array, dtype)
         if isinstance(x, AbstractMatmulOverride):
-            dense = dequantize_tree(x.array, dtype)
-            return eqx.tree_at(lambda w: w.array, x, dense, is_leaf=lambda part: part is x.array)
+            return with_array(x, dequantize_tree(x.array, dtype))
         if isinstance(x, AbstractMappedArray):
             inner = dequantize_tree(x.array)
             if not isinstance(inner, (jax.Array, np.ndarray)):  # low-rank factors stay separate

@@ -22,7 +22,7 @@ from .._formats.base import AbstractFormat, has_one_scale, has_zero_points
 from .._formats.names import as_format
 from .._matmul.rows import AbstractRows, DynamicRows, StaticRows
 from .._types import PyTree
-from .base import AbstractMatmulOverride
+from .base import AbstractMatmulOverride, with_array
 from .learned_scale import decode_learned_scale, ste_source
 
 
@@ -156,7 +156,7 @@ class ActivationQuantizedArray(AbstractMatmulOverride):
         stand_in = not isinstance(self.array, AbstractArrayValue) and jnp.issubdtype(array.dtype, jnp.floating)
         if not stand_in and not isinstance(array, AbstractArrayValue):
             return array
-        return with_weight(self, array)
+        return with_array(self, array)
 
     @property
     def constraints(self) -> Constraints:
@@ -199,8 +199,3 @@ class ActivationQuantizedArray(AbstractMatmulOverride):
         return wl.TextDoc(
             f"ActivationQuantizedArray({wl.pformat(self.array)}, activations={self.activations!r}{static})"
         )
-
-
-def with_weight(w: ActivationQuantizedArray, array: PyTree) -> ActivationQuantizedArray:
-    """Returns the wrapper around another weight."""
-    return eqx.tree_at(lambda w: w.array, w, array, is_leaf=lambda x: x is w.array)

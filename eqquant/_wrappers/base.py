@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -15,6 +16,9 @@ from .._array.value import AbstractArrayValue, Index, move
 from .._errors import name_type
 from .._formats.base import AbstractFormat
 from .._types import PyTree
+
+
+_Wrapper = TypeVar("_Wrapper", bound="AbstractWrapper")
 
 
 class AbstractWrapper(AbstractArrayValue):
@@ -55,12 +59,11 @@ class AbstractWrapper(AbstractArrayValue):
 
         Where wrappers are concatenated along an axis of a stack and their leaves differ, the leaves get that axis.
         """
-        inner = lambda wrapper: wrapper.array
-        empty = lambda wrapper: eqx.tree_at(inner, wrapper, None, is_leaf=lambda part: part is wrapper.array)
+        empty = lambda wrapper: with_array(wrapper, None)
         array = move(self.array, spec, *(other.array for other in others))
         move_leaf = self._concatenate_leaves if others else self._move_leaf
         rest = jtu.tree_map(lambda *leaves: move_leaf(spec, leaves, (self, *others)), empty(self), *map(empty, others))
-        return eqx.tree_at(inner, rest, array, is_leaf=lambda part: part is None)
+        return with_array(rest, array)
 
     def _move_leaf(self, spec: Move, leaves: Sequence[Array], wrappers: Sequence["AbstractWrapper"]) -> Array:
         del wrappers
@@ -89,6 +92,11 @@ class AbstractWrapper(AbstractArrayValue):
     def _dequantize_inner(self) -> Float[Array, "..."]:
         """Returns the wrapped array, dense."""
         return self.array.dequantize() if isinstance(self.array, AbstractArrayValue) else jnp.asarray(self.array)
+
+
+def with_array(wrapper: _Wrapper, array: PyTree) -> _Wrapper:
+    """Returns the wrapper around another array."""
+    return eqx.tree_at(lambda w: w.array, wrapper, array, is_leaf=lambda part: part is wrapper.array)
 
 
 class AbstractMatmulOverride(AbstractWrapper):

@@ -28,7 +28,8 @@ from .._tree.progress import show_progress
 from .._tree.quantize import add_activations, quantize_leaf
 from .._tree.select import Where
 from .._types import Model, PyTree
-from .._wrappers.activation import ActivationQuantizedArray, with_weight
+from .._wrappers.activation import ActivationQuantizedArray
+from .._wrappers.base import with_array
 from ._collect import explain_unseen, is_weight, make_stats, multiply_mapped, observe_batches
 from ._dataflow import find_places, Place
 from ._observers import ObservedFunction, WeightObserver
@@ -141,7 +142,7 @@ def _unwrap_activations(model: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTre
     """Returns a model without wrappers for activations, and a function that adds them again."""
     is_wrapped = lambda x: isinstance(x, ActivationQuantizedArray)
     nodes, treedef = jtu.tree_flatten(model, is_leaf=is_wrapped)
-    wrap = lambda node, array: with_weight(node, array) if is_wrapped(node) else array
+    wrap = lambda node, array: with_array(node, array) if is_wrapped(node) else array
 
     def rewrap_model(model: PyTree) -> PyTree:
         return jtu.tree_unflatten(treedef, map(wrap, nodes, treedef.flatten_up_to(model)))

@@ -142,6 +142,7 @@ def native(session: nox.Session) -> None:
     install(session, "tests")
     install_native(session, required=True)
     test_native(session, whole=True)
+    session.run("python", "benchmarks/widths.py", "--smoke", env={"JAX_PLATFORMS": "cpu"})
 
 
 def test_native(session: nox.Session, *, whole: bool) -> None:

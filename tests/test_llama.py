@@ -158,6 +158,32 @@ def test_fused_products_and_sharded_heads(llama, generate):
     assert parts.q.weight.codes.sharding.spec[0] == "model" == parts.output.weight.codes.sharding.spec[1]
 
 
+def test_joined_products_are_those_of_one_format(llama, generate):
+    """As in files of several formats, whose `v` often has more bits."""
+    model = eqq.quantize_tree(generate.random_model("tiny"), {"*.v.weight": "int8", "embedding*": None, "*": "int4"})
+    joined, x = llama.joined(llama.with_activations(model, "int8")), jr.normal(jr.key(0), (1, 2, 64))
+    q, k, v = (getattr(joined.layers[0].attention, name) for name in "qkv")
+    assert k is None and (q.out_features, v.out_features) == (96, 32)
+    assert q.weight.activations == v.weight.activations == eqq.Int8()
+    apart = llama.with_activations(model, "int8").layers[0].attention
+    expected = llama._outputs(x, apart.q, apart.k, apart.v)
+    np.testing.assert_array_equal(llama._outputs(x, q, k, v), expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_activations(llama, generate, tied):
+    """Of all products with packed weights, the head too, if it is the embedding."""
+    config = dataclasses.replace(generate.random_model("tiny").config, tied=tied)
+    model = eqq.quantize_tree(llama.Llama(config, key=jr.key(0)), "int8")
+    fast = llama.with_activations(model, "int8")
+    head = fast.embedding.weight if tied else fast.head.weight
+    assert isinstance(head, eqq.arrays.ActivationQuantizedArray)
+    assert eqq.is_quantized(fast.embedding.weight) != tied
+    ids = jnp.array([[5, 6, 7]])
+    logits, other = (run(m, ids, llama.Cache.empty(config, 1, 4))[0] for m in (model, fast))
+    assert 0 < jnp.abs(logits - other).max() < 0.05 * jnp.abs(logits).max()
+
+
 def test_sampling(generate):
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]))
     expected = {
@@ -172,6 +198,9 @@ def test_sampling(generate):
     drawn = jax.jit(lambda key: [sampling(rows, key) for sampling in expected])(jr.key(0))
     for new, sets in zip(drawn, expected.values(), strict=True):
         assert [set(row) for row in np.reshape(new, (2, 200)).tolist()] == sets
+    # Of equal ones the first; NaN is the largest, so that it gives a token and no number beyond the vocabulary.
+    odd = jnp.array([[1.0, 3, 3, 0], [1.0, jnp.nan, 3, 0], [-jnp.inf] * 4])
+    assert generate.Sampling()(odd, jr.key(0)).tolist() == [1, 0, 0]
 
 
 @pytest.mark.long
@@ -195,6 +224,7 @@ def test_the_command(generate, tmp_path, capsys):
         ([folder, "5", "--ids", "--top-k", "-5"], "--top-k` must be at least 0.* Got -5"),
         ([folder, "64", "--ids", "--tokens", "4"], "must be below 64, the vocabulary. Got 64"),
         ([folder, "a", "--ids"], "must be numbers.*Got 'a'"),
+        ([folder, "5", "--ids", "--fast"], "are for packed weights. Got floats. Set `--format` too"),
         ([folder, "a"], "tokenizer.json must be the tokenizer. Got no such file"),
         ([str(tmp_path / "none"), "a"], "none"),
         ([], "MODEL must be"),

@@ -5,7 +5,8 @@ Llama, Mistral, Qwen2 and 3, Gemma 1 to 3, Phi-3, Mixtral and the mixtures of Qw
 The paths of the arrays come from `eqq.io.names`, so that a model loads from every file that `eqq.io.open` reads.
 """
 
-from collections.abc import Callable
+import itertools as it
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -126,7 +127,7 @@ class Attention(eqx.Module):
     """Causal attention. Several heads of `q` share one head of `k` and `v`."""
 
     q: eqx.nn.Linear
-    k: eqx.nn.Linear | None  # with `v` in `q`, if they are joined
+    k: eqx.nn.Linear | None  # in `q`, if they are joined; `v` in `q` or in `k`
     v: eqx.nn.Linear | None
     output: eqx.nn.Linear
     q_norm: RMSNorm | None
@@ -344,6 +345,15 @@ def load(checkpoint: eqq.io.Checkpoint, dtype: DTypeLike = jnp.float32, *, stack
     return eqq.io.load_into(skeleton, checkpoint, names)
 
 
+def with_activations(model: Llama, format: eqq.extend.AbstractFormat | str) -> Llama:
+    """Products with packed weights quantize activations too, also where the embedding is the head."""
+    model = eqq.quantize_activations(model, format)
+    weight = model.embedding.weight
+    if model.head is not None or not eqq.is_quantized(weight):
+        return model
+    return eqx.tree_at(lambda m: m.embedding.weight, model, eqq.arrays.ActivationQuantizedArray(weight, format))
+
+
 def joined(model: Llama) -> Llama:
     """One product instead of several where their inputs are the same: `q`, `k` and `v`; `gate` and `up`.
 
@@ -351,22 +361,32 @@ def joined(model: Llama) -> Llama:
     349M parameters on a CPU, a token took 0.85 of the time in NF4, and in float32 1.2 times as long.
     """
 
-    def join(*layers: eqx.nn.Linear) -> tuple[eqx.nn.Linear | None, ...]:
-        given = [f.weight for f in layers]
-        dynamic = all(isinstance(w, eqq.arrays.ActivationQuantizedArray) and w.scale is None for w in given)
-        weights = [w.array for w in given] if dynamic else given
-        inputs = {w.activations for w in given} if dynamic else set()
-        of = lambda w: (w.format, w.dtype, w.ndim, w.shape[-1])
-        if not all(map(eqq.is_quantized, weights)) or any(f.bias is not None for f in layers):
-            return layers
-        if len({of(w) for w in weights}) > 1 or len(inputs) > 1:
-            return layers
+    def kind(layer: eqx.nn.Linear) -> Any:
+        """Equal for layers whose weights can be one."""
+        weight, activations = layer.weight, None
+        if isinstance(weight, eqq.arrays.ActivationQuantizedArray) and weight.scale is None:
+            weight, activations = weight.array, weight.activations
+        if not eqq.is_quantized(weight) or layer.bias is not None:
+            return id(layer)
+        return weight.format, weight.dtype, weight.ndim, weight.shape[-1], activations
+
+    def join_alike(layers: Sequence[eqx.nn.Linear]) -> eqx.nn.Linear:
+        if len(layers) == 1:
+            return layers[0]
+        activations, weights = kind(layers[0])[-1], [f.weight for f in layers]
+        if activations is not None:
+            weights = [w.array for w in weights]
         weight = eqq.quaxify(lambda *w: jnp.concatenate(w, axis=-2))(*weights)
-        if dynamic:
-            weight = eqq.arrays.ActivationQuantizedArray(weight, inputs.pop())
+        if activations is not None:
+            weight = eqq.arrays.ActivationQuantizedArray(weight, activations)
         rows = sum(f.out_features for f in layers)
         skeleton = eqx.filter_eval_shape(eqx.nn.Linear, layers[0].in_features, rows, False, key=jr.key(0))
-        return (eqx.tree_at(lambda f: f.weight, skeleton, weight), *[None] * (len(layers) - 1))
+        return eqx.tree_at(lambda f: f.weight, skeleton, weight)
+
+    def join(*layers: eqx.nn.Linear) -> list[eqx.nn.Linear | None]:
+        """Each layer that differs from the one before, joined with those like it; `None` in place of these."""
+        alike = [list(group) for _, group in it.groupby(layers, kind)]
+        return [f for group in alike for f in (join_alike(group), *[None] * (len(group) - 1))]
 
     def join_layer(layer: Layer) -> Layer:
         for where in (

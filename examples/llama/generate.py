@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seed", type=int, default=0)
     add("--format", help="quantizes the weights that are float: nf4, int4, int8, ...")
     add("--activations", help="quantizes activations of packed weights, for integer products: int8, ...")
-    add("--fast", action="store_true", help="as --activations int8: costs about 0.0003 nats a token in our measurements")
+    add("--fast", action="store_true", help="as --activations int8, which cost 0.0003 nats a token where we measured")
     add("--cache", help="the format of the cache: int8, int4, fp8, nf4, ...; by default floats")
     add("--mesh", type=int, default=1, help="divides weights and cache among so many devices")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of floats and activations")

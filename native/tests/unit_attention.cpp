@@ -162,6 +162,10 @@ void add_lengths() {
       Attention(1, 3, 2, 1, places, 32).check(isa);
       Attention(1, 1, 4, 2, places, 16).check(isa);
     });
+  for (int64_t rows = 1; rows <= 9; ++rows)
+    test("attention/" + to_string(rows) + " rows", [=](const Isa& isa) {
+      for (const int64_t size : {20, 65, 128}) Attention(1, 2, rows, 1, 14, size).check(isa);
+    });
   test("attention/many heads and threads", [](const Isa& isa) { Attention(3, 8, 2, 1, 700, 64).check(isa); });
   test("attention/nothing", [](const Isa& isa) {
     Attention(0, 2, 1, 1, 4, 8).check(isa);

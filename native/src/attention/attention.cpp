@@ -151,8 +151,7 @@ bool attend_part(const Isa& isa, const AttentionProblem& p, int64_t head, int64_
     for (int64_t t = 0; t < places; t += kTilePlaces) {
       const int64_t end = min64(t + kTilePlaces, places);
       const float* keys = read_rows(kernel, p.keys, first + t, first + end, p.size, tile);
-      for (int64_t row = 0; row < p.rows; ++row)
-        kernel.products(queries + row * p.size, keys, end - t, p.size, scores + row * kPartPlaces + t);
+      kernel.products(queries, p.rows, keys, end - t, p.size, scores + t, kPartPlaces);
     }
   }
   for (int64_t row = 0; row < p.rows; ++row) {
@@ -171,8 +170,7 @@ bool attend_part(const Isa& isa, const AttentionProblem& p, int64_t head, int64_
   for (int64_t t = 0; t < places; t += kTilePlaces) {
     const int64_t end = min64(t + kTilePlaces, places);
     const float* values = read_rows(kernel, p.values, first + t, first + end, p.size, tile);
-    for (int64_t row = 0; row < p.rows; ++row)
-      kernel.mix(scores + row * kPartPlaces + t, values, end - t, p.size, sums + row * stride + 2);
+    kernel.mix(scores + t, kPartPlaces, p.rows, values, end - t, p.size, sums + 2, stride);
   }
   return true;
 }

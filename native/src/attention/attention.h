@@ -42,14 +42,16 @@ typedef struct AttentionProblem {
 typedef struct AttentionKernel {
   // Floats of 16 bits as float32.
   void (*widen)(const void* from, int32_t type, int64_t count, float* out);
-  // The products of a query with some keys.
-  void (*products)(const float* query, const float* keys, int64_t places, int64_t size, float* out);
+  // The products of queries with some keys.
+  void (*products)(const float* queries, int64_t rows, const float* keys, int64_t places, int64_t size, float* out,
+                   int64_t out_row);
   // Scales products and caps them; returns the largest, but at least `top`. NaN is not larger than a number.
   float (*scores)(float* products, int64_t places, float scale, float cap, float top);
   // Replaces scores by exp(score - top); returns their sum.
   float (*exponentials)(float* scores, int64_t places, float top);
-  // Adds the values of some places, each times its share, to `sums`.
-  void (*mix)(const float* shares, const float* values, int64_t places, int64_t size, float* sums);
+  // Adds the values of some places, each times its share, to the `sums` of some rows.
+  void (*mix)(const float* shares, int64_t share_row, int64_t rows, const float* values, int64_t places, int64_t size,
+              float* sums, int64_t sum_row);
 } AttentionKernel;
 
 constexpr int64_t kPartPlaces = 512;  // of a part

@@ -56,21 +56,37 @@ EQQ_INLINE Floats capped(Floats score, float cap) {
   return cap * (less_one / (less_one + 2));
 }
 
-// The products of a query with `kPlaces` keys.
-template <int kPlaces>
-EQQ_INLINE void some_products(const float* query, const float* keys, int64_t size, float* out) {
-  Floats sums[kPlaces] = {};
+// Calls `work(row, Count<n>())` for rows from `row` to `rows`, n at a time. They share what is read of the cache.
+template <int kRows = kLanes == 16 ? 4 : 3, typename Work>
+EQQ_INLINE void for_rows(int64_t row, int64_t rows, const Work& work) {
+  for (; row + kRows <= rows; row += kRows) work(row, Count<kRows>());
+  if constexpr (kRows > 1) for_rows<kRows - 1>(row, rows, work);
+}
+
+// The products of `kRows` queries with `kPlaces` keys.
+template <int kRows, int kPlaces, class S = V>
+EQQ_INLINE void some_products(const float* queries, const float* keys, int64_t size, float* out, int64_t out_row) {
+  Floats sums[kRows][kPlaces] = {};
   int64_t d = 0;
   for (; d + kLanes <= size; d += kLanes) {
-    const Floats q = load_floats(query + d);
 #pragma GCC unroll 8
-    for (int t = 0; t < kPlaces; ++t) sums[t] += q * load_floats(keys + t * size + d);
+    for (int t = 0; t < kPlaces; ++t) {
+      const Floats key = load_floats(keys + t * size + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sums[r][t] += load_floats(queries + r * size + d) * key;
+    }
   }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    float* to = out + r * out_row;
+    if constexpr (S::kSumsRows && kPlaces % S::kDotRows == 0) {
+      for (int t = 0; t < kPlaces; t += S::kDotRows) S::sum_rows(reinterpret_cast<typename S::F*>(sums[r] + t), to + t);
+    } else {
 #pragma GCC unroll 8
-  for (int t = 0; t < kPlaces; ++t) {
-    float sum = sum_of(sums[t]);
-    for (int64_t i = d; i < size; ++i) sum += query[i] * keys[t * size + i];
-    out[t] = sum;
+      for (int t = 0; t < kPlaces; ++t) to[t] = sum_of(sums[r][t]);
+    }
+    for (int64_t i = d; i < size; ++i)
+      for (int t = 0; t < kPlaces; ++t) to[t] += queries[r * size + i] * keys[t * size + i];
   }
 }
 
@@ -82,13 +98,21 @@ EQQ_INLINE Floats load_scores(const float* scores, int64_t count) {
   return some;
 }
 EQQ_INLINE void store_scores(float* scores, int64_t count, Floats some) {
-  memcpy(scores, &some, min64(count, kLanes) * sizeof *scores);
+  if (count >= kLanes) return store_vector(scores, some);
+  memcpy(scores, &some, count * sizeof *scores);
 }
 
-void products(const float* query, const float* keys, int64_t places, int64_t size, float* out) {
-  int64_t t = 0;
-  for (; t + 8 <= places; t += 8) some_products<8>(query, keys + t * size, size, out + t);
-  for (; t < places; ++t) some_products<1>(query, keys + t * size, size, out + t);
+void products(const float* queries, int64_t rows, const float* keys, int64_t places, int64_t size, float* out,
+              int64_t out_row) {
+  for_rows(0, rows, [=](int64_t row, auto count) __attribute__((always_inline)) {
+    constexpr int kRows = count.value, kPlaces = kRows == 1 ? 8 : kRows == 2 || kLanes == 16 ? 4 : 2;
+    const float* some = queries + row * size;
+    float* to = out + row * out_row;
+    int64_t t = 0;
+    for (; t + kPlaces <= places; t += kPlaces)
+      some_products<kRows, kPlaces>(some, keys + t * size, size, to + t, out_row);
+    for (; t < places; ++t) some_products<kRows, 1>(some, keys + t * size, size, to + t, out_row);
+  });
 }
 
 float scores(float* products, int64_t places, float scale, float cap, float top) {
@@ -116,27 +140,44 @@ float exponentials(float* scores, int64_t places, float top) {
   return sum_of(sum);
 }
 
-// Columns `kVectors` vectors wide of the sum of values.
-template <int kVectors>
-EQQ_INLINE void mix_columns(const float* shares, const float* values, int64_t places, int64_t size, float* out) {
-  Floats sums[kVectors];
+// Columns `kVectors` vectors wide of the sums of values of `kRows` rows.
+template <int kRows, int kVectors>
+EQQ_INLINE void mix_columns(const float* shares, int64_t share_row, const float* values, int64_t places, int64_t size,
+                            float* sums, int64_t sum_row) {
+  Floats all[kRows][kVectors];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-  for (int v = 0; v < kVectors; ++v) sums[v] = load_floats(out + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) all[r][v] = load_floats(sums + r * sum_row + v * kLanes);
   for (int64_t t = 0; t < places; ++t) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sums[v] += shares[t] * load_floats(values + t * size + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats value = load_floats(values + t * size + v * kLanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) all[r][v] += shares[r * share_row + t] * value;
+    }
   }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-  for (int v = 0; v < kVectors; ++v) store_vector(out + v * kLanes, sums[v]);
+    for (int v = 0; v < kVectors; ++v) store_vector(sums + r * sum_row + v * kLanes, all[r][v]);
 }
 
-void mix(const float* shares, const float* values, int64_t places, int64_t size, float* sums) {
-  int64_t d = 0;
-  for (; d + 8 * kLanes <= size; d += 8 * kLanes) mix_columns<8>(shares, values + d, places, size, sums + d);
-  for (; d + 4 * kLanes <= size; d += 4 * kLanes) mix_columns<4>(shares, values + d, places, size, sums + d);
-  for (; d + kLanes <= size; d += kLanes) mix_columns<1>(shares, values + d, places, size, sums + d);
-  for (; d < size; ++d)
-    for (int64_t t = 0; t < places; ++t) sums[d] += shares[t] * values[t * size + d];
+void mix(const float* shares, int64_t share_row, int64_t rows, const float* values, int64_t places, int64_t size,
+         float* sums, int64_t sum_row) {
+  for_rows(0, rows, [=](int64_t row, auto count) __attribute__((always_inline)) {
+    constexpr int kRows = count.value, kWide = kRows == 1 ? 8 : 4;
+    const float* some = shares + row * share_row;
+    float* to = sums + row * sum_row;
+    int64_t d = 0;
+    for (; d + kWide * kLanes <= size; d += kWide * kLanes)
+      mix_columns<kRows, kWide>(some, share_row, values + d, places, size, to + d, sum_row);
+    for (; d + kLanes <= size; d += kLanes)
+      mix_columns<kRows, 1>(some, share_row, values + d, places, size, to + d, sum_row);
+    for (; d < size; ++d)
+      for (int r = 0; r < kRows; ++r)
+        for (int64_t t = 0; t < places; ++t) to[r * sum_row + d] += some[r * share_row + t] * values[t * size + d];
+  });
 }
 
 }  // namespace

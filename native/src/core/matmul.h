@@ -94,7 +94,7 @@ inline const MatmulKernel* fallback_of(const MatmulKernel& kernel, const Problem
 // How many of some threads a problem is worth: a small one is done before another wakes.
 inline int64_t useful_threads(const Problem& p, int64_t threads) {
   if (threads < 2) return 1;
-  constexpr double kShare = 1 << 18, kRows = 16;  // so many rows of x take as long as decoding the weight
+  constexpr double kShare = 1 << 17, kRows = 16;  // so many rows of x take as long as decoding the weight
   const double codes = static_cast<double>(p.batch) * static_cast<double>(p.n) * static_cast<double>(p.k);
   const double shares = codes * (1 + static_cast<double>(p.m) / kRows) / kShare;
   return shares >= static_cast<double>(threads) ? threads : shares >= 2 ? static_cast<int64_t>(shares) : 1;

@@ -2,6 +2,7 @@
 
     python examples/llama/train.py FOLDER && python benchmarks/language_model.py FOLDER
     python benchmarks/language_model.py --random 300m  # random weights, and the time per token alone
+    python benchmarks/language_model.py model.gguf     # the same for a file's weights
 
 The text is the part of Python's documentation that the model did not see. Divergence and agreement compare with the
 float model: the Kullback-Leibler divergence of the next token in nats, and how often the likeliest token is the same.
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ import eqquant as eqq
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama"))
 from export import write_gguf
 from generate import Generator, RANDOM, random_model, Sampling, State
-from llama import Cache, joined, Llama, load
+from llama import Cache, joined, Llama, load, with_activations
 from train import texts, windows
 
 
@@ -264,38 +265,57 @@ _BY_CODES = " x int8"  # as llama.cpp multiplies: activations are quantized to e
 _OF_CODES = {f"{kind}{_BY_CODES}": "int8" for kind in ("int4", "q4_0", "int8")}
 
 
-def random_table(name: str, context: int, llama_bench: str | None, rounds: int, console: Console) -> None:
-    """The time of a token with random weights.
+def random_models(name: str, path: Path | None) -> Iterator[tuple[str, Llama]]:
+    """Random weights in several formats. Writes a file in Q4_0."""
+    model = random_model(name)
+    for kind in ("float32", "bfloat16", "nf4", "int4", "q4_0", "int8", *_OF_CODES):
+        if kind in ("float32", "bfloat16"):
+            used = model if kind == "float32" else random_model(name, "bfloat16")
+        else:
+            used = eqq.quantize_tree(model, kind.removesuffix(_BY_CODES), activations=_OF_CODES.get(kind))
+        if kind == "q4_0" and path is not None:
+            write_gguf(path, used, _tokenizer(model.config.vocabulary))
+        yield kind, used
+
+
+def models_of_file(path: Path) -> Iterator[tuple[str, Llama]]:
+    """The weights of a file: in float32, packed as they are, and with quantized activations."""
+    model = load(eqq.io.open(path))
+    yield "float32", eqq.dequantize_tree(model)
+    yield "packed", model
+    yield f"packed{_BY_CODES}", with_activations(model, "int8")
+
+
+def tokens_table(
+    models: Iterable[tuple[str, Llama]],
+    path: Path | None,
+    context: int,
+    llama_bench: str | None,
+    rounds: int,
+    console: Console,
+) -> None:
+    """The time of a token of some models, the first of them in float32, and of llama.cpp with a file.
 
     Models take turns of 16 tokens, of which the last 12 are timed, and llama.cpp in between.
     """
-    model = random_model(name)
     generators, sizes = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        for kind in ("float32", "bfloat16", "nf4", "int4", "q4_0", "int8", *_OF_CODES):
-            if kind in ("float32", "bfloat16"):
-                used = model if kind == "float32" else random_model(name, "bfloat16")
-            else:
-                used = eqq.quantize_tree(model, kind.removesuffix(_BY_CODES), activations=_OF_CODES.get(kind))
-            if kind == "q4_0" and llama_bench is not None:
-                write_gguf(path, used, _tokenizer(model.config.vocabulary))
-            used = joined(used)
-            sizes[kind] = eqq.tree_nbytes(used)
-            generators[kind] = Generator(used, context, Sampling())
-        del used
-        states = {kind: generator.start([[1, 2, 3]], 0) for kind, generator in generators.items()}
-        times: dict[str, list[float]] = {kind: [] for kind in generators}
-        theirs = []
-        for n in range(rounds + 1):
-            # In another order each round, so that no variant always follows the most demanding one.
-            for kind in np.random.default_rng(n).permutation(list(generators)):
-                states[kind] = generators[kind].step(states[kind])  # compiles, or finds a cold cache
-                states[kind], ms = time_tokens(generators[kind], states[kind])
-                if n > 0:
-                    times[kind].append(ms)
-            if llama_bench is not None and n % max(1, rounds // 3) == 0:
-                theirs.append(_llama_bench(llama_bench, path, 16))
+    for kind, model in models:
+        used = joined(model)
+        sizes[kind] = eqq.tree_nbytes(used)
+        generators[kind] = Generator(used, context, Sampling())
+        del model, used
+    states = {kind: generator.start([[1, 2, 3]], 0) for kind, generator in generators.items()}
+    times: dict[str, list[float]] = {kind: [] for kind in generators}
+    theirs = []
+    for n in range(rounds + 1):
+        # In another order each round, so that no variant always follows the most demanding one.
+        for kind in np.random.default_rng(n).permutation(list(generators)):
+            states[kind] = generators[kind].step(states[kind])  # compiles, or finds a cold cache
+            states[kind], ms = time_tokens(generators[kind], states[kind])
+            if n > 0:
+                times[kind].append(ms)
+        if llama_bench is not None and path is not None and n % max(1, rounds // 3) == 0:
+            theirs.append(_llama_bench(llama_bench, path, 16))
     table = Table("weights", "MB", "ms per token", "tokens per s", "beside float32", box=box.MARKDOWN)
     base = float(np.median(times["float32"]))
     for kind, each_ms in times.items():
@@ -303,9 +323,8 @@ def random_table(name: str, context: int, llama_bench: str | None, rounds: int, 
         table.add_row(kind, f"{sizes[kind] / 1e6:.0f}", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{ms / base:.3f}")
     if theirs:
         ms = float(np.median(theirs))
-        table.add_row("llama.cpp, q4_0", "", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{ms / base:.3f}")
-    size = eqq.tree_nbytes(model) / 4e6  # float32
-    console.print(f"{size:.0f}M parameters, random weights, one text, a cache of {context} tokens")
+        table.add_row("llama.cpp", "", f"{ms:.2f}", f"{1e3 / ms:.1f}", f"{ms / base:.3f}")
+    console.print(f"{sizes['float32'] / 4e6:.0f}M parameters, one text, a cache of {context} tokens")
     console.print(table)
 
 
@@ -317,9 +336,9 @@ def _tokenizer(vocabulary: int) -> Tokenizer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="what examples/llama/train.py wrote")
+    parser.add_argument("folder", type=Path, nargs="?", help="what examples/llama/train.py wrote, or a .gguf file")
     parser.add_argument("--random", choices=RANDOM, help="random weights instead, and the time per token alone")
-    parser.add_argument("--rounds", type=int, default=12, help="of `--random`")
+    parser.add_argument("--rounds", type=int, default=12, help="of `--random`, and of a file")
     parser.add_argument("--context", type=int, default=CONTEXT, help="places in its cache: 16 for each round, 19 more")
     parser.add_argument("--tables", nargs="*", default=["formats", "activations", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
@@ -329,12 +348,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="little text, and two formats")
     options = parser.parse_args(arguments)
     console = Console(width=160)
+    if options.context < (needed := 16 * (options.rounds + 1) + 3):
+        parser.error(f"`--context` must be at least {needed}, for {options.rounds} rounds. Got {options.context}.")
+    timing = (options.context, options.llama_bench, options.rounds, console)
     if options.random is not None:
-        if options.context < (needed := 16 * (options.rounds + 1) + 3):
-            parser.error(f"`--context` must be at least {needed}, for {options.rounds} rounds. Got {options.context}.")
-        return random_table(options.random, options.context, options.llama_bench, options.rounds, console)
+        with tempfile.TemporaryDirectory() as folder:
+            path = None if options.llama_bench is None else Path(folder) / "model.gguf"
+            return tokens_table(random_models(options.random, path), path, *timing)
     if options.folder is None:
         parser.error("FOLDER must be given, or `--random`.")
+    if options.folder.suffix == ".gguf":
+        return tokens_table(models_of_file(options.folder), options.folder, *timing)
     bench = Bench(options.folder, 2 if options.smoke else options.windows)
     if "formats" in options.tables:
         formats_table(bench, ["int4", "int2"] if options.smoke else options.only, options.methods, console)

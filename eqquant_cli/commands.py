@@ -26,9 +26,14 @@ for command in (inspect, quantize, convert, compare, plan, explain, formats, ben
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: bool = typer.Option(False, "--version", help="Prints the version.")) -> None:
+def _version(version: bool = typer.Option(False, "--version", help="Prints what is installed.")) -> None:
     if version:
+        import platform
         from importlib.metadata import version as version_of
 
-        typer.echo(f"eqquant {version_of('eqquant')}")
+        from eqquant._native import library
+
+        typer.echo(f"eqquant {version_of('eqquant')}\n{library.describe()}")
+        others = ", ".join(f"{name} {version_of(name)}" for name in ("jax", "jaxlib", "equinox"))
+        typer.echo(f"{others}, Python {platform.python_version()}, {platform.platform()}")
         raise typer.Exit()

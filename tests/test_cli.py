@@ -19,6 +19,7 @@ import typer
 from safetensors.numpy import load_file, save_file
 
 import eqquant as eqq
+from eqquant._native import library
 from eqquant._report import show_change
 from eqquant_cli import arguments
 from eqquant_cli.commands import app
@@ -59,6 +60,12 @@ def run(capsys):
         return out if code == 0 else err
 
     return run
+
+
+def test_version_says_what_is_installed(run):
+    lines = run("--version").splitlines()
+    assert lines[0] == f"eqquant {eqq.__version__}" and lines[1] == library.describe()
+    assert f"jax {jax.__version__}" in lines[2]
 
 
 def test_inspect(run, checkpoint):

@@ -1,6 +1,7 @@
 """`cpu`, the native kernels, against the dense product; and products without the native package."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools as it
 import os
@@ -508,31 +509,48 @@ print(eqq.explain_matmul(x, q.T).to_dict())
 @pytest.fixture
 def fresh(monkeypatch):
     """As in a new process."""
-    native.refusal.cache_clear()
-    native._open.cache_clear()
+    cached = (native.refusal, native._open, native.warn_of_slow_products)
+    for function in cached:
+        function.cache_clear()
     yield monkeypatch
-    native.refusal.cache_clear()
-    native._open.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
-def falls_back(why):
-    q, x = eqq.quantize(jnp.ones((8, 256)), "nf4"), jnp.ones((2, 256))
-    told = eqq.explain_matmul(x, q.T, platform="cpu")
+def falls_back(why, *, warns=True):
+    with pytest.warns(match=re.escape(why)) if warns else contextlib.nullcontext():
+        q, x = eqq.quantize(jnp.ones((8, 256)), "nf4"), jnp.ones((2, 256))
+        told = eqq.explain_matmul(x, q.T, platform="cpu")
     assert told.implementation == "xla" and why in told.verdicts["cpu"]
-    assert "pip install ./native" in told.verdicts["cpu"]
+    assert 'pip install "eqquant[cpu]"' in told.verdicts["cpu"].replace("--upgrade jax ", "")
     assert (np.asarray(x @ q.T) == 256).all()
 
 
 def test_the_native_package_is_missing(fresh):
+    """The first product that is slow without it warns. Small ones do not, nor where kernels are off."""
     fresh.setitem(sys.modules, "eqquant_cpu", None)
-    falls_back("native kernels are not installed")
+    falls_back("native kernels are not installed", warns=False)
+    q, x = eqq.quantize(jnp.ones((1024, 1024)), "nf4"), jnp.ones((1, 1024))
+    with pytest.warns(match="slow on this CPU: native kernels are not installed: run .*EQQUANT_CPU_ISA=none turns"):
+        jax.jit(lambda x, q: x @ q.T).lower(x, q)
+    jax.jit(lambda x, q: 2 * (x @ q.T)).lower(x, q)  # once
 
 
-def test_a_package_that_fails(fresh, tmp_path):
-    (tmp_path / "eqquant_cpu.py").write_text("raise RuntimeError('built for another system')")
+def test_kernels_that_are_off_warn_of_nothing(fresh):
+    fresh.setitem(sys.modules, "eqquant_cpu", None)
+    fresh.setenv("EQQUANT_CPU_ISA", "none")
+    q, x = eqq.quantize(jnp.ones((1024, 1024)), "nf4"), jnp.ones((1, 1024))
+    jax.jit(lambda x, q: x @ q.T).lower(x, q)
+    told = eqq.explain_matmul(x, q.T, platform="cpu")
+    assert told.verdicts["cpu"] == "native kernels are off: EQQUANT_CPU_ISA is none"
+
+
+@pytest.mark.parametrize("code", ["raise RuntimeError('built for another system')", "import eqquant_missing"])
+def test_a_package_that_fails(fresh, tmp_path, code):
+    (tmp_path / "eqquant_cpu.py").write_text(code)
     fresh.delitem(sys.modules, "eqquant_cpu", raising=False)
     fresh.syspath_prepend(tmp_path)
-    falls_back("fails when it is imported (built for another system)")
+    falls_back("`eqquant-cpu` does not load (")
 
 
 def test_a_library_that_does_not_load(fresh, tmp_path):
@@ -544,9 +562,8 @@ def test_a_library_that_does_not_load(fresh, tmp_path):
 
 @needs_native
 def test_a_library_of_another_version(fresh):
-    version = native.VERSION
-    fresh.setattr(native, "VERSION", "9.9.9")
-    falls_back(f"`eqquant-cpu` is version {version}")
+    fresh.setattr(native, "ABI", 99)
+    falls_back("`eqquant-cpu` must be of version 99.*. Got ")
 
 
 @needs_native
@@ -554,3 +571,10 @@ def test_a_library_of_another_version(fresh):
 def test_a_library_for_another_jaxlib(fresh, version):
     fresh.setattr(native, "_api_version", lambda: version)
     falls_back("was built for another jaxlib")
+
+
+@needs_native
+def test_what_is_installed_has_a_name():
+    q, x = eqq.quantize(jnp.ones((8, 256)), "nf4"), jnp.ones((2, 256))
+    told = eqq.explain_matmul(x, q.T, platform="cpu").verdicts["cpu"]
+    assert re.fullmatch(rf"chosen: .*\(eqquant-cpu {native.ABI}\.[\d.]+, {native.isa()}\)", told)

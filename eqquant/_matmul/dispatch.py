@@ -244,6 +244,8 @@ def _both_integer(problem: MatmulProblem) -> bool:
     return xla_codes.is_integer(problem.x_layout) and xla_codes.is_integer(problem.layout)
 
 
+_SLOW = 2**20  # values of a weight, from which on a product without native kernels takes long enough to warn
+
 # The first preference that applies wins, unless its implementation refuses the product.
 _PREFERENCES = (
     _Preference("cpu", "cpu_int8", lambda p, _: _both_integer(p) and library.isa() != "generic", _INTEGERS),
@@ -298,6 +300,8 @@ def run_implementation(
     """
     name, _ = choose(target, problem, forced)
     implementation = IMPLEMENTATIONS[name]
+    if forced is None and problem.n * problem.k >= _SLOW and find_refusal(target, problem, "cpu") == library.MISSING:
+        library.warn_of_slow_products()
     if isinstance(w, SelectedArray) and not implementation.reads_stack:
         if w.index.size > w.stack.shape[0]:
             return _multiply_in_loop(x, w, problem, target, name)

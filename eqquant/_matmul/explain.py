@@ -18,6 +18,7 @@ from .._array.array import is_quantized, QuantizedArray
 from .._array.contraction import matmul
 from .._array.primitive import quantized_matmul_p, unflatten_operands
 from .._array.value import AbstractArrayValue
+from .._native import library
 from .._report import Report, report_table
 from .._types import PyTree
 from .dispatch import choose, decode_reason, describe_types, find_refusal, IMPLEMENTATIONS
@@ -114,6 +115,8 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
     reason = reason if decoded is None else f"{reason}. Activations are decoded: {decoded}"
     if isinstance(x if q is w else w, AbstractArrayValue) and problem.activations is None:
         reason = f"{reason}. One operand is dequantized: both must have blocks along the sum to multiply codes"
+    if name in ("cpu", "cpu_int8"):
+        reason = f"{reason} ({library.describe()})"
     verdicts = {other: find_refusal(target, problem, other) or "possible" for other in IMPLEMENTATIONS}
     return MatmulExplanation(
         problem, platform, name, {**verdicts, name: f"chosen: {reason}"}, describe_types(problem, target, name)

@@ -16,27 +16,47 @@ import warnings
 import jax
 
 
-VERSION = "0.1.11"  # the version of `eqquant-cpu` whose arguments `calls.py` knows
+ABI = 1  # the major version of `eqquant-cpu` whose functions and arguments `calls.py` knows
 MATMUL, MATMUL_INT8, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_matmul_int8", "eqquant_cpu_decode"
 ENCODE, ENCODE_TRELLIS, REDUCE = "eqquant_cpu_encode", "eqquant_cpu_encode_trellis", "eqquant_cpu_reduce"
 ATTENTION = "eqquant_cpu_attention"
 
-_INSTALL = f"build `eqquant-cpu` {VERSION} by `pip install ./native` in a clone of the repository"
+_INSTALL = 'run `pip install "eqquant[cpu]"`, or `pip install ./native` in a clone of the repository'
+_OFF = "native kernels are off: EQQUANT_CPU_ISA is none"
+MISSING = f"native kernels are not installed: {_INSTALL}"
 
 
 @ft.cache
 def refusal() -> str | None:
-    """Returns why there are no native kernels, with the remedy, or `None` if there are."""
+    """Returns why there are no native kernels, with the remedy, or `None` if there are.
+
+    Warns if they are installed and do not load.
+    """
+    if os.environ.get("EQQUANT_CPU_ISA") == "none":
+        return _OFF
     try:
         import eqquant_cpu  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        return f"native kernels are not installed: {_INSTALL}"
+
+        why = _register(eqquant_cpu.LIBRARY)
     except Exception as error:  # after any failure, `xla` computes the product
-        return f"the package `eqquant-cpu` fails when it is imported ({_line(error)}): {_INSTALL}"
-    try:
-        return _register(eqquant_cpu.LIBRARY)
-    except Exception as error:
-        return f"the library of `eqquant-cpu` does not load ({_line(error)}): {_INSTALL}"
+        if isinstance(error, ModuleNotFoundError) and error.name == "eqquant_cpu":
+            return MISSING
+        why = f"`eqquant-cpu` does not load ({_line(error)}): {_INSTALL}"
+    if why is not None:
+        warnings.warn(f"{why}. Native kernels are off.", stacklevel=2)
+    return why
+
+
+@ft.cache
+def warn_of_slow_products() -> None:
+    """Warns, once in a process, that products are slow because kernels are missing."""
+    off = "The environment variable EQQUANT_CPU_ISA=none turns this warning off."
+    warnings.warn(f"Products with quantized weights are slow on this CPU: {MISSING}. {off}", stacklevel=2)
+
+
+def describe() -> str:
+    """Returns the version and the instruction set of the kernels, or why there are none."""
+    return refusal() or f"eqquant-cpu {_library().eqquant_cpu_version().decode()}, {isa()}"
 
 
 def isa() -> str | None:
@@ -69,17 +89,15 @@ def _open(path: pathlib.Path) -> ctypes.CDLL:
 def _register(path: pathlib.Path) -> str | None:
     library = _open(pathlib.Path(path))
     found = library.eqquant_cpu_version().decode()
-    if found != VERSION:
-        return f"`eqquant-cpu` is version {found}: {_INSTALL}"
+    if found.partition(".")[0] != str(ABI):
+        return f"`eqquant-cpu` must be of version {ABI}.*. Got {found}: {_INSTALL}"
     built, runs = library.eqquant_cpu_api_version(), _api_version()
     if runs is None or built // 1000 != runs // 1000 or built > runs:
-        return f"`eqquant-cpu` was built for another jaxlib than {importlib.metadata.version('jaxlib')}: {_INSTALL}"
+        jaxlib = importlib.metadata.version("jaxlib")
+        update = 'run `pip install --upgrade jax "eqquant[cpu]"`'
+        return f"`eqquant-cpu` {found} was built for another jaxlib than {jaxlib}: {update}"
     if library.eqquant_cpu_isa() is None:
-        if os.environ.get("EQQUANT_CPU_ISA") == "none":
-            return "native kernels are off: EQQUANT_CPU_ISA is none"
-        problem = f"{library.eqquant_cpu_isa_refusal().decode()}: unset it, or set another"
-        warnings.warn(f"{problem}. Native kernels are off.", stacklevel=2)
-        return problem
+        return f"{library.eqquant_cpu_isa_refusal().decode()}: unset it, or set another"
     jax.local_devices(backend="cpu")  # starts the backend
     for name in (MATMUL, MATMUL_INT8, DECODE, ENCODE, ENCODE_TRELLIS, REDUCE, ATTENTION):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")

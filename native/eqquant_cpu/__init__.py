@@ -3,5 +3,4 @@
 import pathlib
 
 
-__version__ = "0.1.11"
 LIBRARY = pathlib.Path(__file__).parent / "kernels.lib"

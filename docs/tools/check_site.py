@@ -1,8 +1,8 @@
 """Checks the site that was built: `python docs/tools/check_site.py site`.
 
-Each member that a page of the reference lists is there; each link within the site leads somewhere; each picture and
-each script is there; no formula is raw; nothing is loaded from another server; the search finds
-the words of other libraries, and not the changelog.
+Each member that a page of the reference lists is there; each link within the site, and from the README to it, leads
+somewhere; each picture and each script is there; no formula is raw; nothing is loaded from another server; the search
+finds the words of other libraries, and not the changelog.
 """
 
 import json
@@ -94,6 +94,11 @@ def main(site: Path) -> None:
                 wrong.append(f"{path.relative_to(site)} links to {link}, which is not there")
             elif anchor and target in by_path and unquote(anchor) not in by_path[target].anchors:
                 wrong.append(f"{path.relative_to(site)} links to {link}: no such anchor")
+    readme = (DOCS.parent / "README.md").read_text()
+    for page, anchor in re.findall(r"\]\(docs/([^)#]+)\.md(?:#([^)]+))?\)", readme):
+        target = (site / ("" if page == "index" else page) / "index.html").resolve()
+        if target not in by_path or (anchor and anchor not in by_path[target].anchors):
+            wrong.append(f"README.md links to docs/{page}.md#{anchor}: no such page or anchor")
     sections = json.loads((site / "search.json").read_text())["items"]
     for term, page in SEARCHES.items():
         texts = [f"{x['title']} {x['text']}".lower() for x in sections if x["location"].startswith(page)]

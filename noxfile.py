@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,8 +33,9 @@ AOT_JAX = ("jax==0.12.0.1", "jaxlib==0.12.0.1")
 CUDA_COMPILER = ("jax-cuda13-plugin==0.12.0.1", "jax-cuda13-pjrt==0.12.0.1")
 CUDA_COMPILER += ("nvidia-cuda-nvcc==13.5.37", "nvidia-cuda-nvdisasm==13.5.37")
 TPU_COMPILER = "libtpu==0.0.50.1"  # of the line that this release of JAX asks for
-REPOSITORY = PYPROJECT["project"].get("urls", {}).get("Repository", "")  # set there, once it has an address
-SITE = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "docs/tools", "REPOSITORY": REPOSITORY}  # what mkdocs.yml reads
+REPOSITORY = PYPROJECT["project"]["urls"]["Repository"]
+SITE = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "docs/tools"}
+SITE |= {"REPOSITORY": "" if "OWNER" in REPOSITORY else REPOSITORY}  # mkdocs.yml reads it
 EXAMPLES = [
     "quantize_a_model.py",
     "save_and_load.py",
@@ -311,6 +313,69 @@ def examples(session: nox.Session) -> None:
     commands = [("python", "-m", "tools.notebooks"), *(("python", f"examples/{name}", "--smoke") for name in EXAMPLES)]
     commands.append(("python", "benchmarks/gpu_matmul.py", "--smoke", "--formats", "NF4"))
     run_two(session, *commands, env={"EQQUANT_SMOKE": "1", **shared_programs(session)})
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Builds both distributions as they are published, checks them, and tries them in new, empty environments.
+
+    Takes the wheel and the source distribution of the native kernels at `EQQUANT_CPU_WHEEL`, if set. `-- FOLDER` leaves
+    the distributions there.
+    """
+    if sys.version_info < (3, 12):
+        session.error("The newest JAX needs Python 3.12 or newer. Start nox with one: `python3.13 -m nox -s release`.")
+    checks = ("check-wheel-contents>=0.6", "packaging", "pypiserver>=2.3", "readme-renderer[md]>=44", "twine>=6")
+    session.install("uv", *checks, *PYPROJECT["build-system"]["requires"])
+    scratch = Path(session.create_tmp())
+    shutil.rmtree(scratch)
+    folder, second = Path(session.posargs[0] if session.posargs else scratch / "dist").resolve(), scratch / "second"
+    if wheel := os.environ.get("EQQUANT_CPU_WHEEL"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (wheel, *Path(wheel).parent.glob("eqquant_cpu-*.tar.gz")):
+            shutil.copy(path, folder)
+    else:
+        session.install("cmake", "ninja", *nox.project.load_toml("native/pyproject.toml")["build-system"]["requires"])
+        build_offline(session, "native", folder)
+    build_offline(session, ".", folder)
+    files = sorted(map(str, folder.glob("eqquant*")))
+    session.run("twine", "check", "--strict", *files)
+    ours = ("--package", "eqquant", "--package", "eqquant_cli", "--ignore", "W009")  # two packages on purpose
+    session.run("check-wheel-contents", *ours, str(next(folder.glob("eqquant-*.whl"))))
+    session.run("check-wheel-contents", str(next(folder.glob("eqquant_cpu-*.whl"))))
+    session.run("python", "-m", "tools.release", "dist", str(folder))
+
+    # The next tag: a new version, with the same kernels.
+    shutil.unpack_archive(next(folder.glob("eqquant-*.tar.gz")), scratch / "next", filter="data")
+    source = next((scratch / "next").iterdir())
+    pyproject = (source / "pyproject.toml").read_text()
+    (source / "pyproject.toml").write_text(re.sub(r'^version = ".*"', 'version = "99"', pyproject, flags=re.M))
+    build_offline(session, str(source), second)
+    for path in folder.glob("eqquant_cpu-*"):
+        shutil.copy(path, second)
+    session.run("python", "-m", "tools.publish_twice", str(folder), str(second))
+
+    wheels = [f"{name} @ {next(folder.glob(f'{name}-*.whl')).as_uri()}" for name in ("eqquant", "eqquant_cpu")]
+    oldest = [r.replace(">=", "==") for r in PYPROJECT["project"]["dependencies"]]
+    script, model = "tools/try_release.py", str(Path("tests/golden/llama/model.gguf").resolve())
+    commands = []
+    for python, pins in ((OLDEST_PYTHON, oldest), (sys.executable, [])):
+        environment = str(scratch / f"environment-{len(commands)}")
+        session.run("uv", "venv", "--quiet", "--no-project", "--python", python, environment)
+        constraints = Path(environment) / "constraints.txt"  # so that no index is asked for ours
+        constraints.write_text("\n".join(wheels + pins))
+        install = ("uv", "pip", "install", "--quiet", "--python", environment, "--constraint", str(constraints))
+        session.run(*install, "eqquant[cpu,cli]")
+        session.run("uv", "pip", "check", "--python", environment)
+        programs = Path(environment) / ("Scripts" if os.name == "nt" else "bin")
+        commands.append((str(programs / "python"), "-I", script, model))
+    run_two(session, *commands, external=True, env={"JAX_PLATFORMS": "cpu"})
+
+
+def build_offline(session: nox.Session, source: str, folder: Path) -> None:
+    """Builds a source distribution, and a wheel from it, with what the session has installed."""
+    nowhere = "http://127.0.0.1:9"
+    command = ("uv", "build", "--quiet", "--offline", "--no-build-isolation", "--out-dir", str(folder), source)
+    session.run(*command, env={"HTTP_PROXY": nowhere, "HTTPS_PROXY": nowhere})
 
 
 @nox.session

@@ -21,6 +21,8 @@ PALLAS_TPU = """test_pallas_tpu.py -m 'slow or not slow'
     -k 'unsupported or bits or halves or tiles or config or highest or transposed or 300 and (nf4 or affine)'"""
 # By the first of these that a path contains. `-k` and `--every` are for mutants, on which tests run many times.
 TESTS = {
+    "pyproject": "test_project.py",
+    "docs/tools/add_version": "test_project.py",
     "docs/": "test_pages.py test_public_docs.py test_notebooks.py",
     "examples/llama": "test_llama.py",
     "examples/": "test_notebooks.py test_minilm.py",
@@ -31,6 +33,8 @@ TESTS = {
     "tools/": "test_project.py",
     "benchmarks/": "test_architecture.py",
     ".ci/": "test_project.py",
+    ".github/": "test_project.py",
+    "hatch_build": "test_project.py",
     "noxfile": "test_project.py",
     "README": "test_pages.py test_project.py",
     "__init__": "test_architecture.py test_public_docs.py",

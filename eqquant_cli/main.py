@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         importlib.import_module("typer")
     except ImportError:
-        _stop("the command line needs typer. Run `pip install 'eqquant[cli]'`.", 1)
+        _stop('the command line needs typer. Run `pip install "eqquant[cli]"`.', 1)
     from .commands import app
 
     debug = "--debug" in given

@@ -587,7 +587,7 @@ def test_methods(model, batch):
 
 def test_plots_without_matplotlib(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"`plot` needs Matplotlib.*Run `pip install 'eqquant\[plot\]'`"):
+    with pytest.raises(ImportError, match=r'`plot` needs Matplotlib.*Run `pip install "eqquant\[plot\]"`'):
         analysis.analyze_tree(model).plot()
 
 

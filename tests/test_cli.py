@@ -503,8 +503,8 @@ def test_a_picture_without_matplotlib(run, checkpoint, tmp_path, monkeypatch):
     run("quantize", checkpoint, tmp_path / "out.safetensors")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     compared = ("compare", checkpoint, tmp_path / "out.safetensors")
-    assert "pip install 'eqquant[plot]'" in run(*compared, "--plot", tmp_path / "errors.svg", code=1)
-    assert "pip install 'eqquant[plot]'" in run("report", checkpoint, "-o", tmp_path / "report.html", code=1)
+    assert 'pip install "eqquant[plot]"' in run(*compared, "--plot", tmp_path / "errors.svg", code=1)
+    assert 'pip install "eqquant[plot]"' in run("report", checkpoint, "-o", tmp_path / "report.html", code=1)
     assert run(*compared) and not list(tmp_path.glob("*.svg"))
 
 

@@ -1,6 +1,6 @@
 """Draws the pictures of the pages, each for light and for dark pages: `python docs/pictures`.
 
-Needs `pip install 'eqquant[plot]'`. Pictures go to `docs/images/`. `--model` draws also those that need the weights of
+Needs `pip install "eqquant[plot]"`. Pictures go to `docs/images/`. `--model` draws also those that need the weights of
 all-MiniLM-L6-v2 (`examples/minilm.py` says where they are); `--check` draws without writing. Both fail if texts overlap
 or leave their picture. `docs/pictures/measure.py` measures what the others show.
 """

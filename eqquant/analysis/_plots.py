@@ -31,7 +31,7 @@ def make_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     except ImportError as e:
         raise ImportError(
             "`plot` needs Matplotlib, which is not installed. Got no module named 'matplotlib'. Run "
-            "`pip install 'eqquant[plot]'`."
+            '`pip install "eqquant[plot]"`.'
         ) from e
     ax = Figure(figsize=size, layout="constrained", facecolor="none").subplots()
     ax.set_facecolor("none")

@@ -1,5 +1,6 @@
 """What stands around the package: the sessions of nox, and the commands that the README gives."""
 
+import contextlib
 import io
 import json
 import os
@@ -194,6 +195,21 @@ def test_figures_have_their_place():
         ("2400 cells of the grid on generic avx2: 0 wrong", "2400 cells of the grid on generic avx2: 0 wrong"),
     ):
         assert ["".join(found) for found in release.CLOSING.findall(f"before\n{line}\nafter")] == [count]
+
+
+def test_figures_of_a_session_that_fails_are_not_written(tmp_path, monkeypatch):
+    for name in ("CHANGELOG.md", "pyproject.toml", "eqquant/_native/library.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    before = (tmp_path / "CHANGELOG.md").read_text()
+    line = "= 12 passed, 1 failed in 4.51s ="
+    for code, output, written in ((1, line, False), (0, "nothing ran", False), (0, line, True)):
+        done = subprocess.CompletedProcess([], code, stdout=output)
+        monkeypatch.setattr(release.subprocess, "run", lambda *args, done=done, **options: done)
+        with contextlib.nullcontext() if written else pytest.raises(SystemExit, match="clients` must pass"):
+            release.write_figures(["clients"], tmp_path)
+        text = (tmp_path / "CHANGELOG.md").read_text()
+        assert ("- `nox -s clients`: 12 passed, 1 failed." in text) == written and (text == before) != written
 
 
 def write_distributions(folder, *, readme="# Words", leave_out=(), version="1.0"):

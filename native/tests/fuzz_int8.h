@@ -47,6 +47,8 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   const bool scaled = q.form != kFloats || coin(random, 40);
   const bool x_turned = coin(random, 30), y_turned = coin(random, 30), zeros = coin(random, 30),
              rows = coin(random, 20);
+  const bool offsets = !zeros && p.codec == nullptr && coin(random, 30);
+  if (offsets) p.x_type = kFloat32;
   const int64_t x_pad = coin(random, 20) ? below(random, 5) : 0, y_pad = coin(random, 20) ? below(random, 5) : 0;
   p.x_row = x_turned ? 1 : p.k + x_pad;
   p.x_column = x_turned ? p.m + x_pad : 1;
@@ -59,7 +61,7 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   p.y_batch = (y_turned ? p.n : p.m) * (y_turned ? p.y_column : p.y_row);
 
   struct Arrays {
-    Exact<uint8_t> codes, scale, zero, x_zero;
+    Exact<uint8_t> codes, scale, offset, zero, x_zero;
     Exact<float> row_scale, x_scale, table;
     Exact<uint8_t> x, y;
     Exact<int32_t> selected;
@@ -68,14 +70,14 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   const int64_t x_item = q.form == kFloats ? item : 1;
   auto arrays = std::make_shared<Arrays>(
       Arrays{Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * p.blocks * width),
-             Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<uint8_t>(p.batch * p.m), Exact<float>(p.stack * p.n),
+             Exact<uint8_t>(p.stack * p.n * p.blocks * width), Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<uint8_t>(p.batch * p.m), Exact<float>(p.stack * p.n),
              Exact<float>(p.batch * p.m), Exact<float>(int64_t{1} << p.bits), Exact<uint8_t>(x_size * x_item),
              Exact<uint8_t>(p.batch * p.y_batch * item), Exact<int32_t>(p.batch)});
   Arrays& a = *arrays;
   made.keep = arrays;
 
   // Consecutive integers, a multiple of them, or any.
-  const int codes = 1 << p.bits, kind = p.values == kValueInteger ? 0 : static_cast<int>(below(random, 3));
+  const int codes = 1 << p.bits, kind = p.values == kValueInteger || offsets ? 0 : static_cast<int>(below(random, 3));
   const int lowest = p.codec != nullptr ? -codes / 2
                    : p.bits == 8        ? (coin(random) ? -128 : 0)
                                         : static_cast<int>(below(random, 20)) - 15;
@@ -99,6 +101,7 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
       default: a.scale[i] = static_cast<uint8_t>(30 + below(random, 60));
     }
   }
+  for (int64_t i = 0; i < a.offset.size; ++i) a.offset[i] = a.scale[a.offset.size - width + i % width - i / width * width];
   for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
   // Scales that are given to floats clip some of them, or all: quotients may even be beyond 32 bits.
@@ -129,6 +132,7 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   p.table = a.table.data.get();
   p.zero_point = zeros ? a.zero.data.get() : nullptr;
   p.row_scale = rows ? a.row_scale.data.get() : nullptr;
+  p.offset = offsets ? a.offset.data.get() : nullptr;
   choose_matrices(random, p, a.selected);
   p.selected = selects ? a.selected.data.get() : nullptr;
   q.x_scale = scaled ? a.x_scale.data.get() : nullptr;
@@ -177,11 +181,12 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
       for (int64_t n = 0; n < p.n; ++n)
         for (int64_t block = 0; block < p.blocks && p.k > 0; ++block) {
           const int64_t row = matrix_of(p, b) * p.n + n, end = std::min((block + 1) * p.block_size, p.k);
-          int64_t sum = 0;
+          int64_t sum = 0, sum_x = 0;
           double terms = 0;
           for (int64_t k = block * p.block_size; k < end; ++k) {
             const int64_t term = x[k] * w[row * p.k + k];
             sum += term;
+            sum_x += x[k];
             terms += static_cast<double>(term * term);
           }
           const double s =
@@ -189,17 +194,23 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
           const int64_t index = (b * p.m + m) * p.n + n;
           made.expected[index] += static_cast<double>(sum) * s * scale;
           squares[index] += terms * s * s * scale * scale;
+          if (offsets) {
+            const double offset = scale_value(p.scale_kind, &a.offset[(row * p.blocks + block) * width]),
+                         of_x = static_cast<double>(sum_x) * scale, middle = (codes + abs(lowest)) * s;
+            made.expected[index] += offset * of_x;
+            squares[index] += (offset * offset + middle * middle) * of_x * of_x;
+          }
           made.magnitude[index] = std::max(made.magnitude[index], fabs(made.expected[index]));
         }
     }
-  for (size_t i = 0; i < squares.size() && (p.blocks > 1 || p.k > 32768); ++i) made.magnitude[i] += sqrt(squares[i]);
+  for (size_t i = 0; i < squares.size() && (p.blocks > 1 || p.k > 32768 || offsets); ++i) made.magnitude[i] += sqrt(squares[i]);
   char text[300];
   snprintf(text, sizeof text,
            "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d scaled %d affine %d y %d "
-           "zeros %d rows %d turned %d%d shared %d codec %d",
+           "zeros %d rows %d turned %d%d shared %d codec %d offsets %d",
            static_cast<long>(p.batch), static_cast<long>(p.m), static_cast<long>(p.n), static_cast<long>(p.k), p.bits,
            kind, static_cast<long>(p.block_size), p.scale_kind, q.form, scaled, q.affine, p.x_type, zeros, rows,
-           x_turned, y_turned, x_shared, codec_index(p));
+           x_turned, y_turned, x_shared, codec_index(p), offsets);
   made.text = text;
   return made;
 }

@@ -232,7 +232,11 @@ void add_integers() {
   integers("no zero points of x", [](Q& q) { q.x_zero = nullptr; });
   integers("no zero points of no x", [](Q& q) { q.x_zero = nullptr, q.p.m = 0; }, true);
   integers("no zero points of no batch", [](Q& q) { q.x_zero = nullptr, q.p.batch = 0; }, true);
-  integers("offsets", [](Q& q) { q.p.offset = q.p.x; });
+  integers("offsets", [](Q& q) { q.p.offset = q.p.x, q.p.zero_point = nullptr; }, true);
+  integers("offsets of codes that are not consecutive", [=](Q& q) {
+    change_table(q, [](int i) { return static_cast<float>(2 * i); });
+    q.p.offset = q.p.x, q.p.zero_point = nullptr;
+  });
   integers("8 bits, any table", [](Q& q) { q.p.values = kValueTable; });
   integers("8 bits, integers that are not consecutive", [](Q& q) {
     for (int i = 0; i < 256; ++i) table[i] = static_cast<float>(i - 128);

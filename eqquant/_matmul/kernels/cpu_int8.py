@@ -2,8 +2,8 @@
 
 Sums of products are exact integers, scaled per block in float32. `x` is int8 codes with a scale per token (row), or
 floats that the kernel quantizes itself: with given scales, or by default dynamically, by the amax of a row over 127. A
-row with a value that is not finite gives NaN. Rows may have zero points too, which integer sums correct. The kernels
-are in `native/`, as for `cpu.py`.
+row with a value that is not finite gives NaN. Rows may have zero points too, which integer sums correct. Offsets of
+blocks meet sums of rows of `x`. The kernels are in `native/`, as for `cpu.py`.
 """
 
 import jax.numpy as jnp
@@ -22,14 +22,18 @@ def refusal(
     del target
     if jnp.dtype(dtype) not in calls.DTYPES:
         return f"its results are float32, bfloat16 or float16, not {jnp.dtype(dtype)}"
-    table = np.asarray(layout.table)
-    if calls.has_byte_codes(layout) and layout.kind != "integer":
+    if (calls.has_byte_codes(layout) or layout.offsets) and layout.kind != "integer":
         return f"it multiplies integers, and these codes of {layout.bits} bits are not consecutive ones"
+    table = np.asarray(layout.table) * _factor(layout)
     if not (table == np.trunc(table)).all() or np.abs(table).max() > 255 or np.ptp(table) > 255:
         return "it multiplies integers of at most eight bits, and the values of this format are not such"
-    if m == 0 or n == 0 or layout.length == 0:
-        return "there is nothing to multiply"
-    return "it adds no offsets of blocks" if layout.offsets else library.refusal()
+    return "there is nothing to multiply" if m == 0 or n == 0 or layout.length == 0 else library.refusal()
+
+
+def _factor(layout: Layout) -> int:
+    """Returns 2 if the values are halves of integers, such as those of e2m1, and otherwise 1."""
+    table = np.asarray(layout.table)
+    return 1 if calls.has_byte_codes(layout) or (table == np.trunc(table)).all() else 2
 
 
 def matmul(
@@ -54,5 +58,12 @@ def matmul(
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     more = [a for a in (x_scale, x_zero) if a is not None]
     attributes = {"affine": affine or x_zero is not None, "scaled": x_scale is not None}
-    outer = weight.codes.shape[-2]
-    return calls.multiply(library.MATMUL_INT8, x, weight, layout, outer, dtype, column_major, *more, **attributes)
+    outer, factor = weight.codes.shape[-2], _factor(layout)
+    if factor > 1:
+        scale = jnp.full((*weight.codes.shape[:-1], 1), 1.0) if weight.row_scale is None else weight.row_scale
+        weight = weight._replace(row_scale=scale / factor)
+        layout = layout._replace(table=tuple(factor * value for value in layout.table))
+    summed = jnp.dtype(jnp.float32) if layout.offsets else dtype  # so that the sum of two products is rounded only once
+    x = x.astype(summed) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    y = calls.multiply(library.MATMUL_INT8, x, weight, layout, outer, summed, column_major, *more, **attributes)
+    return y.astype(dtype)

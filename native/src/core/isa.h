@@ -12,7 +12,7 @@ typedef struct Plan {
   int64_t own_bytes;     // of scratch memory for each thread; 64-byte aligned
   int64_t parts;         // of the preparation, which run in any order
   int64_t units;         // of the product, which run in any order once all parts are done
-  int64_t detail[12];    // of the implementation's own
+  int64_t detail[13];    // of the implementation's own
   int64_t rows;          // of x that it takes at a time, or 0 for all: each part has a plan of its own
 } Plan;
 

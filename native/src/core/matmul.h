@@ -157,7 +157,7 @@ bool run_slabs(const Slabs& slabs, const SlabKernel& forms, const Kernel& kernel
   const int64_t parts = p.batch * (plans[0].parts + plans[1].parts);
   run_units(pool, parts + (slabs.sums_bytes() > 0 ? p.batch * p.m : 0), threads, [&](int64_t part, int64_t) {
     if (part >= parts)
-      return forms.sums(&p, (part - parts) / p.m, (part - parts) % p.m, sums + (part - parts) * p.blocks);
+      return sum_blocks(forms, problem, (part - parts) / p.m, (part - parts) % p.m, sums + (part - parts) * p.blocks);
     const int64_t batch = part / (plans[0].parts + plans[1].parts), i = part % (plans[0].parts + plans[1].parts);
     const int64_t last = i >= plans[0].parts;
     const Task some = task(batch, last * (count - 1), plans);
@@ -177,6 +177,7 @@ bool run_slabs(const Slabs& slabs, const SlabKernel& forms, const Kernel& kernel
     for (int64_t i = 0; i < plans[last].units; ++i)
       kernel.run(&some, &plans[last], packed_at(batch, last), mine + slabs.own_bytes(), i);
     slabs.add(forms, p, batch, index, mine, sums);
+    if (has_floats(problem)) slabs.add_infinite(forms, p, batch, index, mine, sums);
   });
   free_aligned(memory);
   return true;
@@ -223,6 +224,8 @@ template <typename Pool>
 bool run_int8(const Isa& isa, const Int8Problem& problem, Pool& pool, int64_t threads) {
   if (problem.p.batch == 0 || problem.p.m == 0 || problem.p.n == 0) return true;
   threads = useful_threads(problem.p, threads);
+  const Int8Kernel* packed = isa.slabs->packed_int8;
+  if (packed != nullptr && packed->accepts(&problem)) return run_whole(*packed, problem, pool, threads) == kDone;
   return run_kernel(Slabs(problem.p, threads), isa, *isa.int8, problem, pool, threads);
 }
 

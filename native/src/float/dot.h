@@ -140,7 +140,7 @@ struct Dot {
     typename Dots<V>::Loop whole;  // whole segments of a group of rows
     typename Dots<V>::Loop one;    // the same of one row, if m is one
     typename Dots<V>::Loop small;  // the same of short rows
-    typename Dots<V>::Loop tail;   // a partial last segment of rows with one scale
+    typename Dots<V>::Loop tail;   // a partial last segment, unless its blocks are decoded
     typename D::DecodeLast last;   // decodes it, of rows with blocks
   };
 
@@ -163,6 +163,11 @@ struct Dot {
             m, [&](auto count) { return loops_of<decltype(codes), decltype(kind)::value, decltype(count)::value>(); });
       });
     });
+  }
+  static Loops loops_for(const Problem& p, const Shape& s, int64_t m) {
+    Loops loops = loops_for(p, s.mode, m);
+    if (s.tail_mode != kAnyBlock) loops.tail = loops_for(p, s.tail_mode, m).whole;
+    return loops;
   }
 
   // Numbers that all groups of rows share: their divisions are too slow to repeat for each group.
@@ -217,7 +222,7 @@ struct Dot {
     const uint8_t* bytes[kRows];
     for (int r = 0; r < kRows; ++r) {
       bytes[r] = p.codes + (row + min64(r, count - 1)) * p.words + s.whole * kSegment;
-      if (Dots<V>::can_overread(p, bytes[r])) continue;
+      if (Dots<V>::can_overread(p, bytes[r]) && (p.bits < 8 || s.mode == kOneScale)) continue;
       memset(padded[r], 0, kSegment);
       memcpy(padded[r], bytes[r], s.tail_bytes);
       bytes[r] = padded[r];
@@ -225,7 +230,27 @@ struct Dot {
     loops.tail(bytes, 0, scales, 1, D::table256(shared), D::open_shared(s, shared).mask, x, x_row, sums);
   }
 
-  // The same where rows have blocks: decoded to memory, which has room for one.
+  // The same where rows have blocks, of which groups of lanes are parts.
+  static void multiply_groups(const Problem& p, const Shape& s, const void* shared, const Loops& loops,
+                              const TailGroups& tail, int64_t row, int64_t count, const Group& g, const float* floats,
+                              float* own, const float* x, int64_t x_row, F* sums) {
+    float values[2][kRows][32];
+    RowScales scales[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      scales[r] = {values[0][r], values[1][r]};
+      if (r >= count) {
+        scales[r] = scales[count - 1];
+        continue;
+      }
+      RowScales blocks = {floats + r * p.blocks + tail.block, nullptr};
+      if (!g.together) blocks = D::last_scales(p, s, row + r, own + r * g.room);
+      spread_tail(tail, blocks.scale, values[0][r]);
+      if (p.zero_point != nullptr) spread_tail(tail, blocks.zero, values[1][r]);
+    }
+    multiply_tail(p, s, shared, loops, row, count, scales, x, x_row, sums);
+  }
+
+  // The same, decoded to memory, which has room for one.
   static void multiply_last(const Problem& p, const Shape& s, const void* shared, const Loops& loops, int64_t row,
                             int64_t count, float* own, float* tail, const float* x, int64_t x_row, F* sums) {
     for (int64_t r = 0; r < count; ++r) {
@@ -240,7 +265,8 @@ struct Dot {
 
   // Multiplies rows `row` to `row + count` of the weight, at most `kDotRows`. Rows of all batches are counted together.
   static void dot_group(const Problem& p, const Shape& s, const void* shared, const Loops& loops, const float* x,
-                        int64_t x_row, int64_t row, int64_t count, const Group& g, float* own, float* results) {
+                        int64_t x_row, int64_t row, int64_t count, const Group& g, const TailGroups& tail, float* own,
+                        float* results) {
     const float* values = D::table256(shared);
     F sums[kSums];
     for (int r = 0; r < loops.m * kRows; ++r) sums[r] = V::zero();
@@ -274,6 +300,8 @@ struct Dot {
       if (s.mode == kOneScale) {
         if (s.whole == 0) set_scales(0, 1);
         multiply_tail(p, s, shared, loops, row, count, scales, xs, x_row, rest);
+      } else if (s.tail_mode != kAnyBlock) {
+        multiply_groups(p, s, shared, loops, tail, row, count, g, floats, own, xs, x_row, rest);
       } else {
         multiply_last(p, s, shared, loops, row, count, own, own + kRows * g.room, xs, x_row, rest);
       }
@@ -301,8 +329,10 @@ struct Dot {
     int64_t r = 0;
     if (g.together && 0 < s.segments && s.segments <= kShortRow && (s.whole == s.segments || s.mode == kOneScale))
       r = short_rows(p, s, shared, loops, x, x_row, row, count, g, own, results);
+    TailGroups tail;
+    if (s.tail_mode != kAnyBlock) tail = tail_groups(p);
     for (; r < count; r += V::kDotRows)
-      dot_group(p, s, shared, loops, x, x_row, row + r, min64(V::kDotRows, count - r), g, own, results + r);
+      dot_group(p, s, shared, loops, x, x_row, row + r, min64(V::kDotRows, count - r), g, tail, own, results + r);
   }
 
   static void run(const Problem& p, const Shape& s, const FloatDetail& d, const void* shared, const float* x,
@@ -312,7 +342,7 @@ struct Dot {
     if (s.mode != kAnyBlock) {
       const int64_t group = div_up(p.m, div_up(p.m, Dots<V>::kMost));
       for (int64_t m = 0; m < p.m; m += group)
-        dot_rows(p, s, shared, loops_for(p, s.mode, min64(group, p.m - m)), x + m * d.x_row, d.x_row, weight + first,
+        dot_rows(p, s, shared, loops_for(p, s, min64(group, p.m - m)), x + m * d.x_row, d.x_row, weight + first,
                  count, own, results + m * kMostDots);
     } else {
       const DecodeRow decode = D::row_decoder(p);

@@ -10,8 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "core/ints.h"
-#include "core/isa.h"
+#include "core/tail.h"
 
 namespace {
 
@@ -69,8 +68,18 @@ struct Shape {
   int64_t tail;             // decoded floats of a partial last segment
   int64_t padded;           // decoded floats of a row
   Mode mode;                // the mode of whole segments
+  Mode tail_mode;           // of the last segment, if it is multiplied as a whole one; otherwise `kAnyBlock`
   int64_t grain;            // codes per expanded scale: 64, 32 or 16
 };
+
+// How whole segments' kernels multiply the last one, whose padding meets zeros of x: unless that could be NaN.
+EQQ_INLINE Mode tail_mode_of(const Problem& p) {
+  // Of codes of eight bits padding is zero, of others any.
+  for (int i = 0; i < (p.bits == 8 ? 1 : 1 << p.bits); ++i)
+    if (!(__builtin_fabsf(p.table[i]) < __builtin_inff())) return kAnyBlock;
+  const int64_t groups = tail_groups(p).groups;
+  return groups == 1 ? kUniform : groups == 2 ? kBy32 : groups == 4 ? kBy16 : kAnyBlock;
+}
 
 // `direct`: the most rows of `x` with which the last segment stays in the order of decoding.
 EQQ_INLINE Shape shape_of(const Problem& p, int64_t direct) {
@@ -95,8 +104,10 @@ EQQ_INLINE Shape shape_of(const Problem& p, int64_t direct) {
     s.mode = kAnyBlock;
   }
   // With more rows, multiplying padding would cost more than decoding the tail to logical order; and blocks of the tail
-  // are vectors only in that order.
-  const int64_t most = s.mode == kAnyBlock ? 1 : s.mode == kOneScale ? direct : 0;
+  // are vectors only in that order, unless groups of lanes are.
+  const bool divides = s.mode != kAnyBlock && s.mode != kOneScale && s.segments > s.whole && p.m <= min64(direct, 3);
+  s.tail_mode = divides ? tail_mode_of(p) : kAnyBlock;
+  const int64_t most = s.mode == kOneScale || s.tail_mode != kAnyBlock ? direct : s.mode == kAnyBlock ? 1 : 0;
   const bool in_order = !p.transpose && p.m > most;
   s.tail = in_order ? min64(div_up(p.k - s.whole * s.codes, 16) * 16, s.codes) : s.codes;
   s.padded = s.whole * s.codes + (s.segments - s.whole) * s.tail;

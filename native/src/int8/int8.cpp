@@ -29,6 +29,6 @@ const char* check_int8(const Int8Problem& problem, char* text, size_t room) {
   for (int i = 1; bytes && i < codes; ++i)
     EQQ_CHECK(p.table[i] == p.table[0] + static_cast<float>(i), "codes of %d bits must be consecutive integers",
               p.bits);
-  EQQ_CHECK(p.offset == nullptr, "integer products have no offsets");
+  EQQ_CHECK(p.offset == nullptr || is_consecutive(p.table, p.bits), "codes with offsets must be consecutive integers");
   return nullptr;
 }

@@ -30,6 +30,7 @@ typedef struct Int8Kernel {
   void (*plan)(const Int8Problem*, int64_t threads, Plan*);
   void (*prepare)(const Int8Problem*, const Plan*, void* shared, int64_t part);
   void (*run)(const Int8Problem*, const Plan*, const void* shared, void* own, int64_t unit);
+  bool (*accepts)(const Int8Problem*) = nullptr;  // null: all
 } Int8Kernel;
 
 // The error of a problem, as a sentence in `text`; or null.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/runs.h"
+#include "core/tail.h"
 #include "int8/int8.h"
 
 namespace {
@@ -23,6 +24,7 @@ struct Int8Detail {
   int64_t m_padded;
   int64_t panels;                        // parts of the preparation of one batch
   int64_t sums, lanes, x;                // where they are in shared memory: sums of runs, of lanes, and codes
+  int64_t tail;                          // likewise what a partial last segment meets in registers, or 0
   int64_t scale_at, partial_at, sum_at;  // likewise in the memory of a thread
 };
 

@@ -26,11 +26,30 @@ struct Int8OneRow {
   }
 
   // Whether all vectors of codes are whole blocks or parts of one, with sums by lanes.
-  EQQ_INLINE bool in_registers(const Int8Problem& q, const Runs& r) {
+  static bool in_registers(const Int8Problem& q, const Runs& r) {
     const Problem& p = q.p;
     if (!V::kInRegisters || q.affine || p.m != 1 || r.per_block != 1) return false;
     if (!W::fits(p)) return false;
-    return r.count == 1 || (by_lanes(r) && r.padded == p.k && p.k % (64 * (8 / p.bits)) == 0);
+    if (r.count == 1) return true;
+    if (!by_lanes(r) || r.size != r.real) return false;
+    const TailGroups t = tail_groups(p);
+    return (r.size <= 64 || t.first % r.size == 0) && (t.count == 0 || t.groups > 0);
+  }
+
+  // The bytes of what a partial last segment meets: codes of x, and their sums by lanes.
+  EQQ_INLINE int64_t tail_bytes(const Int8Problem& q, const Runs& r) {
+    const int64_t planes = 8 / q.p.bits;
+    return r.count > 1 && q.p.k % (64 * planes) > 0 ? planes * (64 + 4 * L) : 0;
+  }
+
+  // Writes them, from the packed row: planes are padded with zeros.
+  static void pack_tail(const Problem& p, int32_t factor, const uint8_t* x, uint8_t* out) {
+    const TailGroups t = tail_groups(p);
+    memset(out, 0, 64 * t.planes);
+    for (int64_t at = 0; at < t.count; at += t.plane)
+      memcpy(out + 64 * (at / t.plane), x + t.first + at, min64(t.plane, t.count - at));
+    int32_t* lanes = reinterpret_cast<int32_t*>(out + 64 * t.planes);
+    for (int64_t i = 0; i < t.planes * L; ++i) lanes[i] = factor * sum_of_four(out + 4 * i);
   }
 
   // The sum of products of codes, of a row that has one scale.
@@ -75,10 +94,11 @@ struct Int8OneRow {
 
   // Sums of scaled products of `kRegisterRows` rows in blocks: `kBlocks` in a vector, or with 0 one in several vectors.
   // The rows share what is loaded of `x`. Rows past `count` are the last one again. `decoded`: the scales of the rows,
-  // one row's behind another's; or null, then they are decoded here, a step at a time.
+  // one row's behind another's; or null, then they are decoded here, a step at a time. `biases`: likewise of codes.
   template <int kBits, bool kLookUp, int kBlocks, bool kZero>
   static void many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count,
-                          const uint8_t* x, const int32_t* lanes, const float* decoded, I table, float* out) {
+                          const uint8_t* x, const int32_t* lanes, const float* decoded, const int32_t* biases, I table,
+                          float* out) {
     constexpr int kPlanes = 8 / kBits, kRows = V::kRegisterRows, kRoom = kScaleCodes / 16 + 32 * kPlanes;
     constexpr int kScales = kBlocks > 0 ? kBlocks : 1;  // of a vector
     const int64_t per = kBlocks > 0 ? 1 : r.size / 64, step = round_up(kScaleCodes, r.size * kPlanes);
@@ -103,7 +123,8 @@ struct Int8OneRow {
         const int64_t at = min64(i, count - 1);
         scale[i] = decoded != nullptr ? decoded + at * p.blocks + first : room + i * kRoom;
         if (decoded == nullptr) V::scales(&p, row + at, first, last, room + i * kRoom);
-        if (kZero) W::offsets(p, v, row + at, first, last, offset[i]);
+        if (kZero && biases == nullptr) W::offsets(p, v, row + at, first, last, offset[i]);
+        if (kZero && biases != nullptr) memcpy(offset[i], biases + at * p.blocks, 4 * p.blocks);
       }
       int64_t block = 0, of_block = 0;  // of this step; vectors of the block so far
       for (int64_t s = from / (64 * kPlanes); s * 64 * kPlanes < to; ++s) {
@@ -140,6 +161,51 @@ struct Int8OneRow {
     for (int i = 0; i < kRows; ++i) out[i] = V::sum(sums[i]);
   }
 
+  using ManyScales = void (*)(const Problem&, const Runs&, const Integers&, int64_t, int64_t, const uint8_t*,
+                              const int32_t*, const float*, const int32_t*, I, float*);
+  template <int kBits, bool kLookUp, bool kZero>
+  EQQ_INLINE ManyScales scales_of(int64_t size) {
+    return size == 64   ? many_scales<kBits, kLookUp, 1, kZero>
+           : size == 32 ? many_scales<kBits, kLookUp, 2, kZero>
+           : size == 16 ? many_scales<kBits, kLookUp, 4, kZero>
+                        : many_scales<kBits, kLookUp, 0, kZero>;
+  }
+  template <int kBits, bool kLookUp>
+  EQQ_INLINE ManyScales scales_of(const Problem& p, int64_t size) {
+    return p.zero_point != nullptr ? scales_of<kBits, kLookUp, true>(size) : scales_of<kBits, kLookUp, false>(size);
+  }
+
+  // Adds the products of a partial last segment of rows with blocks.
+  static void add_tail(const Problem& p, const TailGroups& t, const Runs& r, const Integers& v, int64_t row,
+                       int64_t count, const uint8_t* x, const float* decoded, ManyScales multiply, I table,
+                       float* sums) {
+    constexpr int kRows = V::kRegisterRows;
+    const int64_t groups = t.planes * t.groups, bytes = p.words - t.first * p.bits / 8;
+    uint8_t codes[64 * kRows] = {0};
+    float scales[32 * kRows], room[32 + 4], rest[kRows];
+    int32_t biases[32 * kRows], biases_of_row[32];
+    for (int64_t i = 0; i < count; ++i) {
+      const float* blocks = decoded != nullptr ? decoded + i * p.blocks + t.block : room;
+      if (decoded == nullptr) V::scales(&p, row + i, t.block, t.block + t.blocks, room);
+      spread_tail(t, blocks, scales + i * groups);
+      if (p.zero_point != nullptr) {
+        W::offsets(p, v, row + i, t.block, t.block + t.blocks, biases_of_row);
+        spread_tail(t, biases_of_row, biases + i * groups);
+      }
+      memcpy(codes + 64 * i, p.codes + (row + i) * p.words + t.first * p.bits / 8, bytes);
+    }
+    Problem q = p;
+    q.codes = codes;
+    q.words = 64;
+    q.k = 64 * t.planes;
+    q.blocks = groups;
+    Runs s = r;
+    s.size = 64 / t.groups;
+    const int32_t* lanes = reinterpret_cast<const int32_t*>(x + 64 * t.planes);
+    multiply(q, s, v, 0, count, x, lanes, scales, biases, table, rest);
+    for (int64_t i = 0; i < count; ++i) sums[i] += rest[i];
+  }
+
   template <int kBits, bool kLookUp>
   static void rows_in_registers(const Problem& p, const Int8Detail& d, const char* shared, int64_t batch, int64_t first,
                                 int64_t count) {
@@ -151,15 +217,14 @@ struct Int8OneRow {
     const int32_t x_sum = reinterpret_cast<const int32_t*>(shared + d.sums)[batch * (r.count + 1)];
     const float x_scale = reinterpret_cast<const float*>(shared)[batch];
     const bool zero = p.zero_point != nullptr;
-    auto* several_scales = zero ? many_scales<kBits, kLookUp, 0, true> : many_scales<kBits, kLookUp, 0, false>;
-    if (r.size == 64)
-      several_scales = zero ? many_scales<kBits, kLookUp, 1, true> : many_scales<kBits, kLookUp, 1, false>;
-    if (r.size == 32)
-      several_scales = zero ? many_scales<kBits, kLookUp, 2, true> : many_scales<kBits, kLookUp, 2, false>;
-    if (r.size == 16)
-      several_scales = zero ? many_scales<kBits, kLookUp, 4, true> : many_scales<kBits, kLookUp, 4, false>;
+    const ManyScales several_scales = scales_of<kBits, kLookUp>(p, r.size);
     const int64_t weight = first_row(&p, batch);
     if (r.count > 1) {
+      const TailGroups t = tail_groups(p);
+      const uint8_t* of_tail = reinterpret_cast<const uint8_t*>(shared + d.tail) + batch * t.planes * (64 + 4 * L);
+      const ManyScales tail_scales = scales_of<kBits, kLookUp>(p, 64 / max64(t.groups, 1));
+      Problem whole = p;
+      whole.k = t.first;
       // Float32 scales are read where they lie, unless a vector has several: those are loaded four at a time, also past
       // the end. Others are decoded for `held` rows, as many as have room, while the next ones are prefetched. With
       // scales of rows, or too many blocks, `many_scales` decodes them.
@@ -177,7 +242,8 @@ struct Int8OneRow {
             static_cast<const char*>(p.scale) + (weight + n + max64(held, V::kRegisterRows)) * scales_of_row;
         for (int64_t i = 0; i < V::kRegisterRows * scales_of_row; i += 64) __builtin_prefetch(later + i);
         float sums[V::kRegisterRows];
-        several_scales(p, r, v, weight + n, rows, x, lanes, decoded, table, sums);
+        several_scales(whole, r, v, weight + n, rows, x, lanes, decoded, nullptr, table, sums);
+        if (t.count > 0) add_tail(p, t, r, v, weight + n, rows, of_tail, decoded, tail_scales, table, sums);
         for (int64_t i = 0; i < rows; ++i) X::write(p, batch * p.y_batch + (n + i) * p.y_column, sums[i] * x_scale);
       }
       return;

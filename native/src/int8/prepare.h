@@ -1,7 +1,7 @@
 // Preparation: `x` is quantized and packed, and its codes are summed.
 #pragma once
 
-#include "int8/weight.h"
+#include "int8/one_row.h"
 #include "int8/x.h"
 
 namespace {
@@ -81,6 +81,11 @@ struct Int8Prepare {
       if (!by_lanes(r)) return;
       int32_t* lanes = reinterpret_cast<int32_t*>(shared + d.lanes) + batch * rows * W::lane_vectors(r) * L;
       for (int64_t i = 0; i < rows; ++i) lane_sums(r, factor, x + i * row_codes(r), lanes + i * W::lane_vectors(r) * L);
+      if constexpr (V::kInRegisters)
+        if (d.tail > 0) {
+          const int64_t bytes = Int8OneRow<V>::tail_bytes(*problem, r);
+          Int8OneRow<V>::pack_tail(p, factor, x, reinterpret_cast<uint8_t*>(shared + d.tail) + batch * bytes);
+        }
     }
   }
 
@@ -92,15 +97,6 @@ struct Int8Prepare {
       for (int64_t j = 0; j < vectors; ++j, x += W::kCodes)
         for (int64_t l = 0; l < L; ++l) out[l] += factor * sum_of_four(x + 4 * l);
     }
-  }
-
-  // The sum of four signed bytes.
-  EQQ_INLINE int32_t sum_of_four(const uint8_t* codes) {
-    uint32_t word;
-    memcpy(&word, codes, 4);
-    word ^= 0x80808080;  // adds 128 to each, so that none is negative
-    const uint32_t pairs = (word & 0xff00ff) + (word >> 8 & 0xff00ff);
-    return static_cast<int32_t>((pairs & 0xffff) + (pairs >> 16)) - 4 * 128;
   }
 };
 

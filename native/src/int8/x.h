@@ -1,9 +1,19 @@
 // Rows of `x` as codes of a sign, and elements of `y`.
 #pragma once
 
-#include "int8/layout.h"
+#include "core/runs.h"
+#include "int8/int8.h"
 
 namespace {
+
+// The sum of four signed bytes.
+EQQ_INLINE int32_t sum_of_four(const uint8_t* codes) {
+  uint32_t word;
+  memcpy(&word, codes, 4);
+  word ^= 0x80808080;  // adds 128 to each, so that none is negative
+  const uint32_t pairs = (word & 0xff00ff) + (word >> 8 & 0xff00ff);
+  return static_cast<int32_t>((pairs & 0xffff) + (pairs >> 16)) - 4 * 128;
+}
 
 template <class V>
 struct Int8X {

@@ -1,13 +1,15 @@
 // One row of x times integers of two to six bits: rows of the weight are decoded and multiplied in registers, in
-// integers. With AVX-512 only those whose codes lie in several bytes, or whose scales are codes, as in GGUF's K-quants;
-// others are as fast in floats.
+// integers. With AVX-512 only those whose codes lie in several bytes, whose blocks have offsets, or whose scales are
+// codes, as in GGUF's K-quants; others are as fast in floats.
 //
 // x is rounded to 24 or 31 bits, whose bytes are called slices, and codes are multiplied by each (Ozaki's scheme,
-// https://arxiv.org/abs/2306.11975). Sums of four products fit in 16 bits, so that integer scales are a second product.
-// Sums are exact within a span: one or four planes (64 or 256 numbers) with one float scale of the weight and one of x.
+// https://arxiv.org/abs/2306.11975). Quantized activations are one slice. Sums of four products fit in 16 bits, so that
+// integer scales are a second product. Sums are exact within a span: one or four planes (64 or 256 numbers) with one
+// float scale of the weight and one of x. Zero points are offsets, which meet sums of blocks of x.
 #pragma once
 
 #include "float/arrays.h"
+#include "int8/x.h"
 #include "slabs/offsets.h"
 #include "slabs/scales.h"
 #include "slabs/trellis_slices.h"
@@ -41,7 +43,7 @@ struct IntegerRow {
 
   // The header of packed x.
   struct alignas(64) Row {
-    int64_t slices;  // of an integer: 3 or 4; 0 if its numbers must stay floats. Tests read it
+    int64_t slices;  // of an integer: 1, 3 or 4; 0 if its numbers must stay floats. Tests read it
   };
 
   // Whether a table is integers, each one more than the last, from about zero on.
@@ -52,19 +54,34 @@ struct IntegerRow {
 
   // Whether each half of a plane has a float scale.
   static bool has_halves(const Problem& p) {
-    return R::kHalves && p.scale_codes == nullptr && p.blocks > 1 && p.block_size == kPlane / 2;
+    return p.scale_codes == nullptr && p.blocks > 1 && p.block_size == kPlane / 2;
   }
 
-  static bool accepts(const Problem* problem) {
-    const Problem& p = *problem;
-    if (p.codec != nullptr || p.m != 1 || p.transpose || p.k < kLeast || p.bits < 2 || p.bits > 6 ||
-        p.zero_point != nullptr || p.x_column != 1 || (p.offset != nullptr && p.x_type != kFloat32))
-      return false;
-    const bool is_plain = !is_split(p.bits) && p.scale_codes == nullptr && p.offset == nullptr;
+  static bool has_offsets(const Problem& p) { return p.offset != nullptr || p.zero_point != nullptr; }
+
+  // Whether the product of floats reads a weight as fast.
+  static bool is_plain(const Problem& p) {
+    return !is_split(p.bits) && p.scale_codes == nullptr && p.offset == nullptr;
+  }
+
+  static bool accepts(const Problem* p) {
+    return accepts_weight(*p) && p->k >= kLeast && p->x_column == 1 && !(has_offsets(*p) && p->x_type != kFloat32) &&
+           (R::kPlain || !is_plain(*p));
+  }
+  // Of integers, the sum of a block stays one: so a block must not be longer than a span, nor have a zero point.
+  static bool accepts_int8(const Int8Problem* problem) {
+    const Problem& p = problem->p;
+    return accepts_weight(p) && !problem->affine && !is_plain(p) && p.zero_point == nullptr && p.blocks > 1 &&
+           p.block_size <= kLongSpan * kPlane;
+  }
+
+  static bool accepts_weight(const Problem& p) {
+    if (p.codec != nullptr || p.m != 1 || p.transpose || p.bits < 2 || p.bits > 6) return false;
     const float low = p.table[0];
-    if ((is_plain && !R::kPlain) || !has_integers(p.table, p.bits)) return false;
-    if (p.offset == nullptr && (low > 0 || low <= -static_cast<float>(1 << p.bits))) return false;
+    if (!has_integers(p.table, p.bits)) return false;
+    if (!has_offsets(p) && (low > 0 || low <= -static_cast<float>(1 << p.bits))) return false;
     if (p.scale_codes == nullptr) return p.blocks <= 1 || p.block_size % kPlane == 0 || has_halves(p);
+    if (p.zero_point != nullptr) return false;
     return (p.block_size == 16 || p.block_size == 32) && p.scale_block_size * p.block_size == kLongSpan * kPlane &&
            has_integers(p.scale_table, p.scale_bits) && p.scale_table[0] >= -128 && p.scale_table[0] <= 128;
   }
@@ -94,14 +111,14 @@ struct IntegerRow {
     d.span = is_long ? kLongSpan : 1;
     d.spans = div_up(d.planes, d.span);
     d.sums = static_cast<int64_t>(sizeof(Row)) + round_up(4 * d.spans, 64);
-    d.slices = d.sums + (p.offset != nullptr ? round_up(4 * p.blocks, 64) : 0);
+    d.slices = d.sums + (has_offsets(p) ? round_up(4 * p.blocks, 64) : 0);
     d.batch_bytes = d.slices + d.planes * kMostSlices * 2 * 64;
-    d.zero = p.offset != nullptr ? 1 << (p.bits - 1) : -static_cast<int32_t>(p.table[0]);
+    d.zero = has_offsets(p) ? 1 << (p.bits - 1) : -static_cast<int32_t>(p.table[0]);
     d.middle = p.table[0] + static_cast<float>(d.zero);
     set_detail(d, plan);
     plan->shared_bytes = p.batch * d.batch_bytes;
-    // Scales of spans, offsets, scales of blocks, integer scales and offsets.
-    plan->own_bytes = 4 * 3 * scale_room(p, d) + 2 * 2 * integer_room(d);
+    // Scales and offsets of rows, scales of spans, integer scales and offsets.
+    plan->own_bytes = 4 * (2 * kRowsOfUnit + 1) * scale_room(p, d) + 2 * 2 * integer_room(d);
     plan->parts = p.batch;
     plan->units = p.batch * div_up(p.n, kRowsOfUnit);
   }
@@ -153,18 +170,22 @@ struct IntegerRow {
       }
       for (int slice = 0; slice < kX; ++slice) {
         int8_t bytes[kPlane];
-        typename R::Start starts[kPlane / R::kTogether];
         for (int i = 0; i < kPlane; ++i) bytes[i] = static_cast<int8_t>(numbers[i] >> 8 * slice);
-        for (int i = 0; i < kPlane / R::kTogether; ++i) {
-          int32_t sum = 0;
-          for (int j = 0; j < R::kTogether; ++j) sum += bytes[R::kTogether * i + j];
-          starts[i] = static_cast<typename R::Start>(-d.zero * sum);
-        }
-        memcpy(out + 128 * slice, bytes, 64);
-        memcpy(out + 128 * slice + 64, starts, 64);
+        write_plane(d, bytes, out + 128 * slice);
       }
     }
     return !lost && few <= some / 8 && hardly_any <= some / 64 + 4;
+  }
+
+  static void write_plane(const Detail& d, const int8_t* bytes, uint8_t* out) {
+    typename R::Start starts[kPlane / R::kTogether];
+    for (int i = 0; i < kPlane / R::kTogether; ++i) {
+      int32_t sum = 0;
+      for (int j = 0; j < R::kTogether; ++j) sum += bytes[R::kTogether * i + j];
+      starts[i] = static_cast<typename R::Start>(-d.zero * sum);
+    }
+    memcpy(out, bytes, 64);
+    memcpy(out + 64, starts, 64);
   }
 
   template <int kX>
@@ -198,9 +219,30 @@ struct IntegerRow {
     char* shared = static_cast<char*>(memory) + batch * d.batch_bytes;
     Row* row = reinterpret_cast<Row*>(shared);
     row->slices = pack<3>(p, d, batch, shared) ? 3 : pack<4>(p, d, batch, shared) ? 4 : 0;
-    if (p.offset == nullptr) return;
+    if (!has_offsets(p)) return;
     memset(shared + d.sums, 0, d.slices - d.sums);
     sums_of_row(problem, batch, 0, reinterpret_cast<float*>(shared + d.sums));
+  }
+
+  // The codes of quantized activations are one slice.
+  static void prepare_int8(const Int8Problem* problem, const Plan* plan, void* memory, int64_t batch) {
+    using X = Int8X<S>;
+    const Problem& p = problem->p;
+    const Detail d = detail_of<Detail>(plan);
+    char* shared = static_cast<char*>(memory) + batch * d.batch_bytes;
+    reinterpret_cast<Row*>(shared)->slices = 1;
+    const typename X::Row row = X::row_at(*problem, batch, batch * p.x_batch);
+    float* scales = reinterpret_cast<float*>(shared + sizeof(Row));
+    for (int64_t i = 0; i < d.spans; ++i) scales[i] = row.scale;
+    for (int64_t k = 0; k < d.planes * kPlane; k += kPlane) {
+      int8_t codes[kPlane] = {0};
+      const int64_t count = min64(p.k - k, kPlane);
+      X::read_codes(*problem, batch * p.x_batch + k * p.x_column, count, row, codes);
+      write_plane(d, codes, reinterpret_cast<uint8_t*>(shared + d.slices + 2 * k));
+    }
+    if (!has_offsets(p)) return;
+    memset(shared + d.sums, 0, d.slices - d.sums);
+    sums_of_int8_row(problem, batch, 0, reinterpret_cast<float*>(shared + d.sums));
   }
 
   //
@@ -215,33 +257,67 @@ struct IntegerRow {
     return __builtin_convertvector(__builtin_convertvector(load_vector<Short>(integers), Long), EightFloats);
   }
 
-  // The memory of a thread: what a row is multiplied by.
+  // The memory of a thread: what the rows of a unit are multiplied by. Calls for all of them take less time.
   struct Scales {
-    float *of_spans, *offsets, *of_blocks;
-    int16_t *integer_scales, *integer_offsets;  // scales and offsets that are codes
+    const Problem& p;
+    const Detail& d;
+    const int64_t first, count;  // rows
+    float *blocks, *offsets;     // of the rows; with integer scales, the scales of scales and of offsets
+    float* of_spans;             // of one row
+    int16_t *integer_scales, *integer_offsets;
+    const float* scale;  // `blocks`, or where they are stored
 
-    Scales(const Problem& p, const Detail& d, void* own)
-        : of_spans(static_cast<float*>(own)), offsets(of_spans + scale_room(p, d)),
-          of_blocks(offsets + scale_room(p, d)),
-          integer_scales(reinterpret_cast<int16_t*>(of_blocks + scale_room(p, d))),
-          integer_offsets(integer_scales + integer_room(d)) {}
+    Scales(const Problem& problem, const Detail& detail, int64_t row, int64_t rows, void* own)
+        : p(problem), d(detail), first(row), count(rows), blocks(static_cast<float*>(own)),
+          offsets(blocks + kRowsOfUnit * scale_room(p, d)), of_spans(offsets + kRowsOfUnit * scale_room(p, d)),
+          integer_scales(reinterpret_cast<int16_t*>(of_spans + scale_room(p, d))),
+          integer_offsets(integer_scales + integer_room(d)), scale(blocks) {
+      if (p.scale_kind == kScaleFloat32 && p.row_scale == nullptr) {
+        scale = static_cast<const float*>(p.scale) + first * of_row();
+      } else {
+        decode(p.scale, p.row_scale, blocks);
+      }
+      if (p.offset != nullptr) decode(p.offset, nullptr, offsets);
+      if (p.offset != nullptr && p.scale_codes == nullptr) add_multiple(scale, count * p.blocks, d.middle, offsets);
+      const uint8_t *zeros = p.zero_point, *limit = zeros + rows_of(p) * p.zero_words;
+      for (int64_t r = 0; zeros != nullptr && r < count; ++r)
+        each_code(zeros + (first + r) * p.zero_words, limit, p.bits, [&](int64_t i, uint8_t code) {
+          offsets[r * p.blocks + i] = (d.middle - static_cast<float>(code)) * scale[r * p.blocks + i];
+        });
+    }
 
-    // Returns the scales of the spans of a row, where they are stored if that is one float for each span. Unpacks its
-    // integer scales.
-    const float* fetch(const Problem& p, const Detail& d, int64_t row) const {
+    // Calls `f` with the code of each block of a row.
+    template <typename F>
+    void each_code(const uint8_t* packed, const uint8_t* limit, int bits, const F& f) const {
+      for (int64_t at = 0; at < p.blocks; at += kMostCodes) {
+        const int64_t some = min64(kMostCodes, p.blocks - at);
+        uint8_t room[2 * kMostCodes + kPlane];
+        const uint8_t* codes = some_of(packed, limit, p.blocks, bits, at, at + some, room);
+        for (int64_t i = 0; i < some; ++i) f(at + i, codes[i]);
+      }
+    }
+
+    // Floats of a row of scales.
+    int64_t of_row() const { return p.scale_codes != nullptr ? p.scale_blocks : p.blocks; }
+
+    void decode(const void* bits, const float* row_scale, float* out) const {
+      Problem q = p;
+      q.blocks = of_row();
+      q.scale = bits;
+      q.row_scale = row_scale;
+      if (row_scale == nullptr) return EQQUANT_ISA::decode_scales(&q, first, 0, count * q.blocks, out);
+      for (int64_t r = 0; r < count; ++r) EQQUANT_ISA::decode_scales(&q, first + r, 0, q.blocks, out + r * q.blocks);
+    }
+
+    // Returns the scales of the spans of row `r` of the unit. Unpacks its integer scales.
+    const float* fetch(int64_t r) const {
+      const float* of_blocks = scale + r * of_row();
       if (p.scale_codes != nullptr) {
-        decode_nested(p, p.scale, p.row_scale, row, of_spans);
-        unpack_integers(p, d, p.scale_codes, row, integer_scales);
-        return of_spans;
+        unpack_integers(p.scale_codes, r, integer_scales);
+        return of_blocks;
       }
       const bool halves = has_halves(p);
-      if (p.blocks == (halves ? 2 * d.spans : d.spans)) {
-        if (p.scale_kind == kScaleFloat32 && p.row_scale == nullptr)
-          return static_cast<const float*>(p.scale) + row * p.blocks;
-        EQQUANT_ISA::decode_scales(&p, row, 0, p.blocks, of_spans);
-        return of_spans;
-      }
-      EQQUANT_ISA::decode_scales(&p, row, 0, p.blocks, of_blocks);
+      if (p.blocks == (halves ? 2 * d.spans : d.spans)) return of_blocks;
       if (halves) {  // an odd number of them
         memcpy(of_spans, of_blocks, 4 * p.blocks);
         of_spans[p.blocks] = 0;
@@ -253,48 +329,41 @@ struct IntegerRow {
       return of_spans;
     }
 
-    // Scales of scales of a row, one for each span, and a zero, as padding.
-    static void decode_nested(const Problem& p, const void* scale, const float* row_scale, int64_t row, float* out) {
-      Problem q = p;
-      q.blocks = p.scale_blocks;
-      q.scale = scale;
-      q.row_scale = row_scale;
-      EQQUANT_ISA::decode_scales(&q, row, 0, p.scale_blocks, out);
-      out[p.scale_blocks] = 0;
-    }
-
     // Scales or offsets that are codes, as the integers that they stand for.
-    static void unpack_integers(const Problem& p, const Detail& d, const uint8_t* codes, int64_t row, int16_t* out) {
-      const uint8_t *packed = codes + row * p.scale_words, *limit = codes + rows_of(p) * p.scale_words;
+    void unpack_integers(const uint8_t* codes, int64_t r, int16_t* out) const {
       const int low = static_cast<int>(p.scale_table[0]);
-      for (int64_t first = 0; first < p.blocks; first += kMostCodes) {
-        const int64_t count = min64(kMostCodes, p.blocks - first);
-        uint8_t some[2 * kMostCodes + kPlane];
-        const uint8_t* bytes = some_of(packed, limit, p.blocks, p.scale_bits, first, first + count, some);
-        for (int64_t i = 0; i < count; ++i) out[first + i] = static_cast<int16_t>(bytes[i] + low);
-      }
+      each_code(codes + (first + r) * p.scale_words, codes + rows_of(p) * p.scale_words, p.scale_bits,
+                [&](int64_t i, uint8_t code) { out[i] = static_cast<int16_t>(code + low); });
       for (int64_t i = p.blocks; i < round_up(d.spans * kLongSpan * (kPlane / p.block_size), 16); ++i) out[i] = 0;
     }
 
-    // The product of the offsets of a row and the sums of x.
-    float multiply_offsets(const Problem& p, const Detail& d, int64_t row, const float* sums) const {
+    // Adds the products of the offsets of the rows and the sums of x.
+    void add_offsets(const float* sums, float* out) const {
+      if (!has_offsets(p)) return;
       if (p.scale_codes == nullptr) {
-        scales_of_rows(&p, true, true, row, 1, 0, p.blocks, offsets, nullptr);
-        EQQUANT_ISA::decode_scales(&p, row, 0, p.blocks, of_blocks);
-        add_multiple(of_blocks, p.blocks, d.middle, offsets);
-      } else {
-        decode_nested(p, p.offset, nullptr, row, of_blocks);
-        unpack_integers(p, d, p.offset_codes, row, integer_offsets);
-        const int64_t in_span = kLongSpan * kPlane / p.block_size;  // 8 or 16
-        for (int64_t block = 0; block < p.blocks; block += 8) {
-          const float scale = of_spans[block / in_span] * d.middle, of_offset = of_blocks[block / in_span];
-          store_vector(offsets + block, eight_floats(integer_scales + block) * scale +
-                                            eight_floats(integer_offsets + block) * of_offset);
+        constexpr int kRows = 4;
+        for (int64_t r = 0; r < count; r += kRows) {
+          const float* rows[kRows];
+          float results[kRows];
+          for (int64_t i = 0; i < kRows; ++i) rows[i] = offsets + min64(r + i, count - 1) * p.blocks;
+          multiply_sums<kRows>(rows, sums, p.blocks, results);
+          for (int64_t i = r; i < min64(r + kRows, count); ++i) out[i] += results[i - r];
         }
+        return;
       }
-      float result;
-      multiply_sums<1>(&offsets, sums, p.blocks, &result);
-      return result;
+      const int64_t in_span = kLongSpan * kPlane / p.block_size;  // 8 or 16
+      for (int64_t r = 0; r < count; ++r) {
+        unpack_integers(p.scale_codes, r, integer_scales);
+        unpack_integers(p.offset_codes, r, integer_offsets);
+        EightFloats total = {};
+        for (int64_t block = 0; block < p.blocks; block += 8) {  // beyond the last block sums are zero
+          const int64_t span = r * p.scale_blocks + block / in_span;
+          total += (eight_floats(integer_scales + block) * (scale[span] * d.middle) +
+                    eight_floats(integer_offsets + block) * offsets[span]) *
+                   load_vector<EightFloats>(sums + block);
+        }
+        out[r] += reduce_vector<float, 8>(total, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+      }
     }
   };
 
@@ -305,13 +374,14 @@ struct IntegerRow {
     using Sums = typename R::template Sums<kX, kPerPlane, kHalf>;
     constexpr int64_t kInSegment = 8 / (kBits & -kBits), kSize = kInSegment * 8 * kBits;
     constexpr int64_t kChunk = kInSegment > kSpan ? kInSegment : kSpan;
-    const Scales scales(p, d, own);
+    const Scales scales(p, d, row, count, own);
     const uint8_t* const limit = p.codes + rows_of(p) * p.words;
     const uint8_t* const slices = reinterpret_cast<const uint8_t*>(packed) + d.slices;
     const float* const sums = reinterpret_cast<const float*>(reinterpret_cast<const char*>(packed) + d.sums);
     const R registers = R::template make<kPerPlane>();
+    uint8_t rest[kMostCodes + 2 * kPlane] = {0};
     for (int64_t r = 0; r < count; ++r) {
-      const float *scale = scales.fetch(p, d, row + r), *of_x = span_scales(packed);
+      const float *scale = scales.fetch(r), *of_x = span_scales(packed);
       const uint8_t *bytes = p.codes + (row + r) * p.words, *x = slices;
       const int16_t* integers = scales.integer_scales;
       Sums a;
@@ -337,14 +407,13 @@ struct IntegerRow {
                    i % kSpan == kSpan - 1);
       }
       if (left > 0) {
-        uint8_t rest[kMostCodes + 2 * kPlane] = {0};
         unpack_rows<kBits>(bytes, limit, left, 0, left, 1, rest, 0);
         for (int64_t i = 0; i * kPlane < left; ++i)
           multiply(R::load_codes(rest + i * kPlane), i, i % kSpan == kSpan - 1 || (i + 1) * kPlane >= left);
       }
       out[r] = Sums::sum(a);
-      if (p.offset != nullptr) out[r] += scales.multiply_offsets(p, d, row + r, sums);
     }
+    scales.add_offsets(sums, out);
   }
 
   static void run(const Problem* problem, const Plan* plan, const void* shared, void* own, int64_t unit) {
@@ -355,16 +424,16 @@ struct IntegerRow {
     const Row* packed = row_of(d, shared, batch);
     float results[kRowsOfUnit];
     by_count<6, 2>(p.bits, [&](auto bits) {
-      by_count<4, 3>(packed->slices, [&](auto slices) {
+      const auto with_slices = [&](auto slices) {
         constexpr int kBits = decltype(bits)::value, kX = decltype(slices)::value;
         auto multiply = p.scale_codes == nullptr
                           ? (d.span == 1 ? multiply_rows<kBits, kX, 0, 1> : multiply_rows<kBits, kX, 0, kLongSpan>)
                       : p.block_size == 16 ? multiply_rows<kBits, kX, 4, kLongSpan>
                                            : multiply_rows<kBits, kX, 2, kLongSpan>;
-        if constexpr (R::kHalves)
-          if (has_halves(p)) multiply = multiply_rows<kBits, kX, 0, 1, true>;
+        if (has_halves(p)) multiply = multiply_rows<kBits, kX, 0, 1, true>;
         multiply(p, d, first_row(&p, batch) + first, count, packed, own, results);
-      });
+      };
+      packed->slices == 1 ? with_slices(Count<1>()) : by_count<4, 3>(packed->slices, with_slices);
     });
     using A = Arrays<S>;
     for (int64_t r = 0; r < count; ++r) A::write(p, batch * p.y_batch + (first + r) * p.y_column, results[r]);
@@ -376,6 +445,15 @@ constexpr MatmulKernel kIntegerRow = {IntegerRow::plan,    IntegerRow::prepare, 
 
 constexpr const MatmulKernel* kOneRow = &kIntegerRow;
 
+void plan_int8(const Int8Problem* problem, int64_t threads, Plan* plan) {
+  IntegerRow::plan(&problem->p, threads, plan);
+}
+void run_int8(const Int8Problem* problem, const Plan* plan, const void* shared, void* own, int64_t unit) {
+  IntegerRow::run(&problem->p, plan, shared, own, unit);
+}
+constexpr Int8Kernel kIntegerRowInt8 = {plan_int8, IntegerRow::prepare_int8, run_int8, IntegerRow::accepts_int8};
+constexpr const Int8Kernel* kOneRowInt8 = &kIntegerRowInt8;
+
 }  // namespace
 
 #else
@@ -383,6 +461,7 @@ constexpr const MatmulKernel* kOneRow = &kIntegerRow;
 namespace {
 
 constexpr const MatmulKernel* kOneRow = kPackedTrellis;
+constexpr const Int8Kernel* kOneRowInt8 = nullptr;
 
 }  // namespace
 

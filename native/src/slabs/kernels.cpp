@@ -37,6 +37,6 @@ void zeros_of_rows(const Problem* problem, int64_t row, int64_t rows, int64_t fi
 }  // namespace
 
 namespace EQQUANT_ISA {
-extern const SlabKernel kSlabs = {join_rows,   zeros_of_rows, scales_of_rows,          add_multiple,
-                                  sums_of_row, add_products,  add_products_transposed, kOneRow};
+extern const SlabKernel kSlabs = {join_rows,        zeros_of_rows, scales_of_rows,          add_multiple, sums_of_row,
+                                  sums_of_int8_row, add_products,  add_products_transposed, kOneRow,      kOneRowInt8};
 }

@@ -3,6 +3,7 @@
 
 #include "core/problem.h"
 #include "core/vectors.h"
+#include "int8/x.h"
 
 namespace {
 
@@ -35,6 +36,26 @@ void sums_of_row(const Problem* problem, int64_t batch, int64_t m, float* out) {
       sum += part;
     }
     out[block] = sum;
+  }
+}
+
+void sums_of_int8_row(const Int8Problem* problem, int64_t batch, int64_t m, float* out) {
+  using X = Int8X<EQQUANT_ISA::Simd>;
+  const Problem& p = problem->p;
+  const int64_t at = batch * p.x_batch + m * p.x_row;
+  const typename X::Row row = X::row_at(*problem, batch * p.m + m, at);
+  for (int64_t block = 0; block < p.blocks; ++block) {
+    const int64_t first = block * p.block_size, last = min64(first + p.block_size, p.k);
+    int64_t sum = (first - last) * row.shift;
+    for (int64_t k = first; k < last; k += 256) {
+      const int64_t count = min64(256, last - k);
+      int8_t codes[256];
+      X::read_codes(*problem, at + k * p.x_column, count, row, codes);
+      int32_t part = 0;
+      for (int64_t i = 0; i < count; ++i) part += codes[i];
+      sum += part;
+    }
+    out[block] = static_cast<float>(sum) * row.scale;
   }
 }
 

@@ -16,7 +16,7 @@ struct RowRegisters {
   using Integers = const int16_t*;  // integer scales of a span
   static constexpr int kTogether = 2;
   using Start = int16_t;
-  static constexpr bool kHalves = true, kPlain = true;
+  static constexpr bool kPlain = true;
 
   template <int kPerPlane>
   static RowRegisters make() {

@@ -14,7 +14,7 @@ struct RowRegisters {
   // So many products of bytes are added up in an integer of this type.
   static constexpr int kTogether = 4;
   using Start = int32_t;
-  static constexpr bool kHalves = false, kPlain = false;
+  static constexpr bool kPlain = false;
 
   I places[4];
 
@@ -55,7 +55,6 @@ struct RowRegisters {
   // The sums of a span, and the total of the row so far.
   template <int kX, int kPerPlane, bool kHalf>
   struct Sums {
-    static_assert(!kHalf, "scales of half planes");
     I slices[kX];
     F total;
 
@@ -82,7 +81,9 @@ struct RowRegisters {
 #pragma GCC unroll 4
       for (int i = kX - 2; i >= 0; --i)
         sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(256), _mm512_cvtepi32_ps(a.slices[i]));
-      a.total = _mm512_fmadd_ps(_mm512_mul_ps(sum, _mm512_set1_ps(of_x)), _mm512_set1_ps(*scale), a.total);
+      F scales = _mm512_set1_ps(*scale);
+      if (kHalf) scales = _mm512_mask_broadcastss_ps(scales, 0xff00, _mm_load_ss(scale + 1));
+      a.total = _mm512_fmadd_ps(_mm512_mul_ps(sum, _mm512_set1_ps(of_x)), scales, a.total);
       clear(a);
     }
     EQQ_INLINE float sum(const Sums& a) { return _mm512_reduce_add_ps(a.total); }

@@ -47,7 +47,7 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
     middle_ = std::isfinite(sum) ? static_cast<float>(sum / static_cast<double>(codes)) : 0;
     // Kernels compute integers faster than they look them up. Of the two integers next to the middle the upper one is
     // nearer to the code of zero, where an offset is the end of a block that is farther from zero (MLX).
-    if (p.values == kValueInteger) middle_ = ceilf(middle_);
+    if (is_consecutive(p.table, p.bits)) middle_ = ceilf(middle_);
   }
   // Kernels take the range of values from the table, so unused codes of a byte repeat the value of a used one.
   for (int64_t i = 0; i < 256; ++i) table_[i] = p.table[min64(i, codes - 1)] - middle_;
@@ -156,13 +156,11 @@ void Slabs::add(const SlabKernel& kernel, const Problem& p, int64_t batch, int64
   } else {
     kernel.add(&q, offsets, sums + batch * p.m * p.blocks);
   }
-  add_infinite(kernel, p, batch, index, own, sums);
 }
 
-// Multiplies rows of x with infinities again, number by number. Codes and offsets were multiplied apart: an infinity
-// times each may give infinities of opposite signs, whose sum is NaN, where the weight has one sign.
 void Slabs::add_infinite(const SlabKernel& kernel, const Problem& p, int64_t batch, int64_t index, void* own,
                          const float* sums) const {
+  if (p.offset == nullptr) return;
   char* memory = static_cast<char*>(own);
   const Problem q = slab(p, batch, index, own);
   const float *x = static_cast<const float*>(q.x), *scales = reinterpret_cast<const float*>(memory + scales_);

@@ -23,14 +23,16 @@ typedef struct SlabKernel {
                  float* out, float* room);
   // Adds a multiple of scales to offsets.
   void (*add_multiple)(const float* scales, int64_t count, float factor, float* offsets);
-  // Sums of the blocks of row `m` of x.
+  // Sums of the blocks of row `m` of x, also of quantized ones.
   void (*sums)(const Problem*, int64_t batch, int64_t m, float* out);
+  void (*sums_int8)(const Int8Problem*, int64_t batch, int64_t m, float* out);
   // Adds products with the offsets of a slab, a problem of one batch, to its results. `sums` belong to all rows of x.
   void (*add)(const Problem* slab, const float* offsets, const float* sums);
   // The same, transposed. `room` has two floats for each block.
   void (*add_transposed)(const Problem* slab, const float* offsets, float* room);
   // The first of the kernels that multiply some of these weights as they are, without slabs; or null.
   const MatmulKernel* packed;
+  const Int8Kernel* packed_int8;  // likewise of integers
 } SlabKernel;
 
 // How a weight is divided into slabs.
@@ -53,15 +55,16 @@ class Slabs {
   // Adds the products with its offsets, once the slab is multiplied.
   void add(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own,
            const float* sums) const;
+  // Multiplies rows of x with infinities again, number by number. Codes and offsets were multiplied apart: an infinity
+  // times each may give infinities of opposite signs, whose sum is NaN, where the weight has one sign.
+  void add_infinite(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own,
+                    const float* sums) const;
 
  private:
   bool needed_ = false, joins_ = false, decodes_ = false, consecutive_ = true;
   int64_t extent_ = 0, size_ = 0, count_ = 0, own_bytes_ = 0, sums_bytes_ = 0;
   int64_t zeros_ = 0, scales_ = 0, offsets_ = 0, room_ = 0;  // places in the memory of a thread; codes are the first
   float middle_ = 0, table_[256];
-
-  void add_infinite(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own,
-                    const float* sums) const;
 
   int64_t first_block(const Problem& problem, int64_t index) const {
     return problem.transpose ? index * size_ / problem.block_size : 0;
@@ -70,6 +73,17 @@ class Slabs {
 
 inline const Problem& weight_of(const Problem& problem) { return problem; }
 inline const Problem& weight_of(const Int8Problem& problem) { return problem.p; }
+
+inline void sum_blocks(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t m, float* out) {
+  kernel.sums(&problem, batch, m, out);
+}
+inline void sum_blocks(const SlabKernel& kernel, const Int8Problem& problem, int64_t batch, int64_t m, float* out) {
+  kernel.sums_int8(&problem, batch, m, out);
+}
+
+// Whether x may have infinities.
+inline bool has_floats(const Problem&) { return true; }
+inline bool has_floats(const Int8Problem&) { return false; }
 
 // The problem of one batch with another weight.
 inline Problem with_weight(const Problem&, int64_t, const Problem& slab) { return slab; }

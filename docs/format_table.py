@@ -79,8 +79,10 @@ FORMATS: Sequence[tuple[eqq.extend.AbstractFormat, str, str]] = (
     (eqq.formats.Trellis(4), "hashes of 12 bits", _QTIP),
     (eqq.formats.Trellis(3), "hashes of 12 bits", _QTIP),
     (eqq.formats.Trellis(2), "hashes of 12 bits", _QTIP),
+    (eqq.formats.Q2_0(), r"$s = a$ in float16, codes $-1 \ldots 2$", _GGUF),
     (eqq.formats.TQ2_0(), r"$s = a$ in float16, codes $-1, 0, 1$", _GGUF),
     (eqq.Ternary(), r"$s = \bar a$, codes $-1, 0, 1$", _TERNARY),
+    (eqq.formats.Q1_0(), r"$s = \bar a$ in float16, codes $-1, 1$, none zero", _GGUF),
     (eqq.Binary(), r"$s = \bar a$, codes $-1, 1$, none zero", _BINARY),
 )
 

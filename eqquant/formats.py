@@ -25,6 +25,8 @@ from ._formats import (
     MXFP8 as MXFP8,
     NF4 as NF4,
     NVFP4 as NVFP4,
+    Q1_0 as Q1_0,
+    Q2_0 as Q2_0,
     Q2_K as Q2_K,
     Q3_K as Q3_K,
     Q4_0 as Q4_0,

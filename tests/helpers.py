@@ -74,6 +74,8 @@ FORMATS = {
     "q4_1": Row(eqq.formats.Q4_1(), 5, 20.0),
     "q5_0": Row(eqq.formats.Q5_0(), 5.5, 26.5),
     "q5_1": Row(eqq.formats.Q5_1(), 6, 26.5),
+    "q1_0": Row(eqq.formats.Q1_0(), 1.125, 4.2),
+    "q2_0": Row(eqq.formats.Q2_0(), 2.25, 1.0),
     "q2_k": Row(eqq.formats.Q2_K(), 2.625, 8.0),
     "q3_k": Row(eqq.formats.Q3_K(), 3.4375, 14.0),
     "q4_k": Row(eqq.formats.Q4_K(), 4.5, 20.0),

@@ -256,6 +256,35 @@ def test_a_file_of_gguf_is_written_again_as_it_was(tmp_path):
         assert old.bytes().tobytes() == new.bytes().tobytes(), name
 
 
+# What ggml itself makes of one row.
+_OF_GGML = {
+    "Q1_0": "4e3ea4a52d6d69494b5b5ad2d29696b4b4a5553e2d2d69694b4b5adad29296b6b4a5252d",
+    "Q2_0": "404214491649924592659164912459244916404249164992459264916451245924491649"
+    "404296459245926491245924592449164992404245924591649124592459164916499245",
+}
+
+
+@pytest.mark.parametrize("name, block, bits", [("Q1_0", 128, 1), ("Q2_0", 64, 2)])
+def test_the_lowest_bits_of_gguf(tmp_path, name, block, bits):
+    """As ggml lays them out: a float16, and then codes from the lowest bits of each byte on."""
+    x = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    q = eqq.quantize(jnp.asarray(x), name.lower())
+    (t,) = write(tmp_path, {"w": q}, "gguf").items_by_name["w"].tensors
+    raw = t.bytes().reshape(3, -1, 2 + block * bits // 8)
+    blocks = x.reshape(3, -1, block)
+    sizes = np.abs(blocks)
+    scale = raw[..., :2].copy().view(np.float16)[..., 0]
+    np.testing.assert_allclose(scale, sizes.mean(-1) if bits == 1 else sizes.max(-1), rtol=1e-3)
+    codes = np.packbits if bits == 1 else lambda c, axis, bitorder: np.sum(c.reshape(3, -1, 16, 4) << [0, 2, 4, 6], -1)
+    wanted = blocks >= 0 if bits == 1 else np.round(blocks / sizes.max(-1, keepdims=True)).astype(np.uint8) + 1
+    np.testing.assert_array_equal(raw[..., 2:], codes(wanted, axis=-1, bitorder="little"))
+    row = jnp.asarray((np.arange(256) * 37 % 101 - 50) / 16, jnp.float32)
+    (t,) = write(tmp_path, {"w": eqq.quantize(row, name.lower())}, "gguf").items_by_name["w"].tensors
+    assert t.bytes().tobytes().hex() == _OF_GGML[name]
+    y = x[0] * np.float32(8)
+    np.testing.assert_allclose(y @ q.T, y @ np.asarray(q.dequantize()).T, rtol=1e-4, atol=1e-2)
+
+
 @pytest.mark.long
 def test_types_of_gguf(tmp_path):
     codes = np.random.default_rng(0).integers(0, 3, (3, 512))

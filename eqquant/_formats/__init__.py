@@ -4,6 +4,8 @@ from .floating import FP8 as FP8
 from .gguf import (
     IQ4_NL as IQ4_NL,
     IQ4_XS as IQ4_XS,
+    Q1_0 as Q1_0,
+    Q2_0 as Q2_0,
     Q2_K as Q2_K,
     Q3_K as Q3_K,
     Q4_0 as Q4_0,

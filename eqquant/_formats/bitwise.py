@@ -48,7 +48,19 @@ class Ternary(_AbstractAbsMean):
         return codes.astype(jnp.float32) - 1
 
 
-class Binary(_AbstractAbsMean):
+class AbstractBinary(AbstractFormat):
+    """The sign of each value, in one bit."""
+
+    bits = 1
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return (values >= 0).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return 2 * codes.astype(jnp.float32) - 1
+
+
+class Binary(AbstractBinary, _AbstractAbsMean):
     r"""Values $-s$ and $s$ in one bit, where $s$ is the mean of $|x|$.
 
     This $s$ has the least squared error. Zero becomes $s$.
@@ -69,11 +81,3 @@ class Binary(_AbstractAbsMean):
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
         for one for the whole array.
     """
-
-    bits = 1
-
-    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-        return (values >= 0).astype(jnp.uint8)
-
-    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return 2 * codes.astype(jnp.float32) - 1

@@ -11,11 +11,12 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt8
 
-from .._numerics.blocks import absmax, BlockSize, ends, minmax, signed_absmax
+from .._numerics.blocks import absmax, absmean, BlockSize, ends, minmax, signed_absmax
 from .._numerics.integers import affine_scale
 from .._numerics.rounding import divide_as_c, round_half_away
 from .._numerics.scale_bits import round_up_from_zero, ScaleDtype
 from .base import AbstractFormat, AbstractOffsetFormat, Blocks, Scales
+from .bitwise import AbstractBinary
 from .codebook import AbstractCodebook
 from .integer import Int6, Int8
 
@@ -184,7 +185,74 @@ class Q5_0(_AbstractCentered, _AbstractPlain):
     bits = 5
 
 
-class TQ2_0(_AbstractPlain):
+class Q1_0(AbstractBinary, _AbstractPlain):
+    r"""GGUF's Q1_0: values $-s$ and $s$ in one bit, where $s$ is the mean of $|x|$.
+
+    Zero becomes $s$.
+
+    Blocks of 128; scales in float16; 1.125 bits per weight.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q1_0())
+        model = eqq.quantize_tree(model, "q1_0")
+        ```
+
+    ??? cite
+
+        [ggml, `quantize_row_q1_0_ref`](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)
+
+    **Arguments:** none; the block size is set by definition.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=128, init=False)
+
+    def choose_scale(self, blocks: Blocks) -> Scales:
+        return absmean(blocks)
+
+
+class _AbstractTernary(_AbstractPlain):
+    """Codes of two bits: -1, 0, 1 and 2 times the largest magnitude of a block."""
+
+    bits = 2
+
+    def choose_scale(self, blocks: Blocks) -> Scales:
+        return absmax(blocks)
+
+    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+        return codes.astype(jnp.float32) - 1
+
+
+class Q2_0(_AbstractTernary):
+    r"""GGUF's Q2_0: $s = \max|x|$, codes $-1 \ldots 2$.
+
+    Meant for weights that are ternary already. The scale of ggml leaves the code 2 unused; [`eqquant.MSE`][] and
+    [`eqquant.JointMSE`][] choose one that uses it.
+
+    Blocks of 64; scales in float16; 2.25 bits per weight.
+
+    !!! Example
+
+        ```python
+        q = eqq.quantize(w, eqq.formats.Q2_0())
+        model = eqq.quantize_tree(model, "q2_0")
+        ```
+
+    ??? cite
+
+        [ggml, `quantize_row_q2_0_ref`](https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c)
+
+    **Arguments:** none; the block size is set by definition.
+    """
+
+    block_size: BlockSize = eqx.field(static=True, default=64, init=False)
+
+    def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+        return (jnp.clip(round_half_away(values), -1, 2) + 1).astype(jnp.uint8)
+
+
+class TQ2_0(_AbstractTernary):
     r"""GGUF's TQ2_0 and TQ1_0, for weights that are ternary already.
 
     Values $-s, 0, s$ with $s = \max|x|$.
@@ -202,16 +270,9 @@ class TQ2_0(_AbstractPlain):
     """
 
     block_size: BlockSize = eqx.field(static=True, default=256, init=False)
-    bits = 2
-
-    def choose_scale(self, blocks: Blocks) -> Scales:
-        return absmax(blocks)
 
     def encode(self, values: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
         return (jnp.clip(round_half_away(values), -1, 1) + 1).astype(jnp.uint8)
-
-    def decode(self, codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return codes.astype(jnp.float32) - 1
 
 
 #

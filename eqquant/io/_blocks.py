@@ -135,6 +135,8 @@ _SIX_BITS = Field(("scales", "offsets"), 12, _unpack_six_bits, _pack_six_bits)
 
 # The fields of a block by the name of its type, which is the name of its format too.
 _FIELDS = {
+    "Q1_0": (_SCALE, _planes("codes", 16, 1, 1)),
+    "Q2_0": (_SCALE, _planes("codes", 16, 2, 1)),
     "Q4_0": (_SCALE, _NIBBLES),
     "Q4_1": (_SCALE, _OFFSET, _NIBBLES),
     "Q5_0": (_SCALE, _FIFTH_BITS, _NIBBLES),

@@ -63,6 +63,7 @@ TYPES = {
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
+    42: ("Q2_0", 64, 18),
 }
 SIZES = {name: (block, nbytes) for name, block, nbytes in TYPES.values()}
 # By the id of a type of value: its format in `struct`. Text is 8, arrays are 9.

@@ -197,6 +197,20 @@ def test_the_bytes_of_its_own_quantizer(tmp_path, name):
     np.testing.assert_array_equal(read_bytes(tmp_path / "x.gguf", q), theirs)
 
 
+@pytest.mark.parametrize("name, number", [("Q1_0", 41), ("Q2_0", 42)])
+def test_the_bytes_of_ggml(tmp_path, name, number):
+    """Of types that llama.cpp's Python package only names."""
+    x = data("student")
+    q = eqq.quantize(jnp.asarray(x), getattr(eqq.formats, name)())
+    eqq.io.write(tmp_path / "x.gguf", {"w": q}, "gguf")
+    (stored,) = eqq.io.open(tmp_path / "x.gguf").items_by_name["w"].tensors
+    theirs = np.zeros(stored.nbytes, np.uint8)
+    quantize = _ggml.libggml.ggml_quantize_chunk
+    quantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    quantize(number, x.ctypes.data, theirs.ctypes.data, 0, *x.shape, None)
+    np.testing.assert_array_equal(stored.bytes().reshape(-1), theirs)
+
+
 SCALARS = ("Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 VECTORS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 

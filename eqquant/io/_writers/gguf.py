@@ -23,8 +23,9 @@ from ._layout import dense, finite_scales, refuse, row_parts, unpack_rows, Writt
 
 NAME = "gguf"
 FITS = (
-    "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 along the last axis, whose length must be a multiple of 32; NVFP4, "
-    "of 64, without a scale for the tensor; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, TQ2_0 or another IQ type, of 256"
+    "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 along the last axis, whose length must be a multiple of 32; Q2_0 or "
+    "NVFP4, of 64, the latter without a scale for the tensor; Q1_0, of 128; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, TQ2_0 or "
+    "another IQ type, of 256"
 )
 # Types that hold the arrays of a format besides its namesake.
 OTHER_TYPES = {"TQ1_0": "TQ2_0"}

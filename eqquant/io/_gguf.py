@@ -82,8 +82,8 @@ class ArrayValue(Sequence[PairItem]):
     - `start`, `nbytes`: where they are in the file.
     """
 
-    def __init__(self, file: MappedFile, what: str, kind: int, length: int, start: int, nbytes: int) -> None:
-        self._file, self._what, self._length = file, what, length
+    def __init__(self, file: MappedFile, kind: int, length: int, start: int, nbytes: int) -> None:
+        self._file, self._length = file, length
         self.kind, self.start, self.nbytes = kind, start, nbytes
 
     def bytes(self) -> bytes:
@@ -94,8 +94,11 @@ class ArrayValue(Sequence[PairItem]):
     def _items(self) -> list[PairItem]:
         if self.kind in SCALARS:
             return np.frombuffer(self.bytes(), SCALARS[self.kind]).tolist()
-        cursor = Cursor(self._file, self.start)
-        return [cursor.text(self._what) for _ in range(self._length)]
+        raw, texts, at = self.bytes(), [], 0
+        for _ in range(self._length):
+            start, at = at + 8, at + 8 + int.from_bytes(raw[at : at + 8], "little")
+            texts.append(raw[start:at].decode(errors=TEXT_ERRORS))
+        return texts
 
     def __len__(self) -> int:
         return self._length
@@ -195,13 +198,18 @@ class Cursor:
         if item_kind in SCALARS:
             self.skip(length * struct.calcsize(SCALARS[item_kind]), what)
         elif item_kind == TEXT and length <= (self.file.size - self.at) // 8:
+            # Without the checks of `skip` for each item: a vocabulary has a hundred thousand.
+            buffer, stop = self.file.buffer, self.at
             for _ in range(length):
-                self.skip(self.number("<Q", what), what)
+                if stop > self.file.size:
+                    break
+                stop += 8 + int.from_bytes(buffer[stop : stop + 8], "little")
+            self.skip(stop - self.at, what)
         else:  # no writer nests arrays
             self.file.fail(
                 f"must hold an array of numbers or text for {what}. Got {length} items of the type {item_kind}."
             )
-        return ArrayValue(self.file, what, item_kind, length, start, self.at - start)
+        return ArrayValue(self.file, item_kind, length, start, self.at - start)
 
     def tensor(self) -> tuple[str, str, tuple[int, ...], int | None, int]:
         name = self.text("the name of a tensor")

@@ -226,6 +226,7 @@ def test_the_command(generate, tmp_path, capsys):
         ([folder, "a", "--ids"], "must be numbers.*Got 'a'"),
         ([folder, "5", "--ids", "--fast"], "are for packed weights. Got floats. Set `--format` too"),
         ([folder, "a"], "tokenizer.json must be the tokenizer. Got no such file"),
+        ([folder, "5", "--ids", "--chat"], "the model must have a chat template"),
         ([str(tmp_path / "none"), "a"], "none"),
         ([], "MODEL must be"),
     ]:
@@ -254,7 +255,7 @@ def test_a_folder_of_ours_is_read(generate, tmp_path, capsys):
     assert any(row.format is not None for row in eqq.io.open(tmp_path / "again").rows)
 
 
-def test_wrong_checkpoints_are_errors(llama, generate, tmp_path):
+def test_wrong_checkpoints_are_errors(llama, tmp_path):
     with pytest.raises(ValueError, match="must be one of llama, .* Got 'gpt_neox'"):
         llama.load(write_checkpoint("llama", tmp_path, model_type="gpt_neox"))
     with pytest.raises(ValueError, match="must be one of 'default', .*'longrope'. Got 'dynamic'.*configuration.py"):
@@ -266,16 +267,17 @@ def test_wrong_checkpoints_are_errors(llama, generate, tmp_path):
         llama.load(eqq.io.open(tmp_path))
     with pytest.raises(ValueError, match=r"layers.1.mlp.up.weight: float32\[48, 32\] in the model, and no array"):
         llama.load(write_checkpoint("llama", tmp_path, without=("model.layers.1.mlp.up_proj.weight",)))
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers, open_text = pytest.importorskip("tokenizers"), import_example("llama", "tokenization").open_text
+    checkpoint = write_checkpoint("llama", tmp_path)
     with pytest.raises(ValueError, match=r"config.json must be a tokenizer.json of the tokenizers library. Got: "):
-        generate.Text(tmp_path / "config.json", 64)
+        open_text(checkpoint, 64, tmp_path / "config.json")
     words = tokenizers.models.WordLevel({f"w{n}": n for n in range(70)}, unk_token="w0")
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="must fit the model, which has 64 tokens. Got the token 69"):
-        generate.Text(tmp_path / "tokenizer.json", 64)
-    assert generate.Text(tmp_path / "tokenizer.json", 70).encode("w3 w5") == [3, 5]
+        open_text(checkpoint, 64)
+    assert open_text(checkpoint, 70).encode("w3 w5") == [3, 5]
 
 
 @pytest.mark.long
@@ -314,3 +316,131 @@ def test_equivalent_configurations(llama, tmp_path):
     np.testing.assert_allclose(by_divisors.frequencies(), config.frequencies(), rtol=1e-6)
     config = llama.config_of(write_checkpoint("qwen2", tmp_path))
     assert config.windows == (0, 4) == llama.config_of(write_checkpoint("qwen2", tmp_path, layer_types=None)).windows
+
+
+# What llama.cpp calls the settings of `config.json`, and a few that it writes in another way.
+_OF_GGUF = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_SCALED = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": 1e6}
+_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+_GGUF_ARCHITECTURES = {
+    "gemma3": ("gemma3", _SCALED | {"attention.sliding_window_pattern": 3}),
+    "qwen2_moe": ("qwen2moe", {}),
+    "llama_yarn": ("llama", _YARN | {"rope.scaling.yarn_beta_fast": 2.0, "rope.scaling.yarn_beta_slow": 0.5}),
+    "phi3_long": ("phi3", {"rope.scaling.original_context_length": 8, "rope.dimension_count": 4}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", _GGUF_ARCHITECTURES)
+def test_architectures_from_gguf(llama, tmp_path, name):
+    """With the metadata of llama.cpp they are the models that `transformers` has."""
+    export = import_example("llama", "export")
+    # llama.cpp scales queries of Gemma by the size of a head.
+    changes = {"query_pre_attn_scalar": MODELS[name]["config"]["head_dim"]} if name == "gemma3" else {}
+    model = llama.load(write_checkpoint(name, tmp_path, **changes))
+    (architecture, settings), config = _GGUF_ARCHITECTURES[name], MODELS[name]["config"]
+    metadata = {key: config[theirs] for key, theirs in _OF_GGUF.items() if config.get(theirs)} | settings
+    if name == "phi3_long":
+        factor = model.config.rotary_factor
+        metadata["rope.scaling.attn_factor"] = factor
+        assert factor > 1
+    metadata = {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in metadata.items()}
+    path = tmp_path / "model.gguf"
+    if architecture == "phi3":  # whose products are joined in the file
+        arrays = export.arrays_of(model, gguf=True) | export._rotary_arrays(model.config)
+        for n in range(model.config.layers):
+            gate_up = [arrays.pop(f"blk.{n}.ffn_{x}.weight") for x in ("gate", "up")]
+            arrays[f"blk.{n}.ffn_up.weight"] = jnp.concatenate(gate_up)
+        eqq.io.write(path, arrays, "gguf", metadata=metadata)
+        with pytest.raises(ValueError, match="products are apart. Got 'phi3'"):
+            export.write_gguf(path, model, metadata=metadata)
+    else:
+        export.write_gguf(path, model, metadata=metadata)
+    found = llama.load(eqq.io.open(path))
+    assert found.config.rotary_factor == pytest.approx(model.config.rotary_factor)
+    for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+        np.testing.assert_allclose(leaf, expected, rtol=0, atol=1e-6)  # norms of Gemma are stored with one added
+    logits_of = lambda model: run(model, jnp.asarray(tokens()), llama.Cache.empty(model.config, 2, 16))[0]
+    logits, expected = logits_of(found), logits_of(model) if changes else np.load(GOLDEN / "logits.npz")[name]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_settings_of_gguf_that_are_not_known(llama, tmp_path):
+    pairs = {f"llama.{key}": 8 for key in ("embedding_length", "block_count", "feed_forward_length")}
+    pairs |= {"llama.attention.head_count": 2, "llama.attention.layer_norm_rms_epsilon": 1e-6}
+    for more, message in (
+        ({"llama.rope.scaling.type": "dynamic"}, "must be 'linear', 'yarn' or by factors. Got 'dynamic'"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
+        ({"general.architecture": "mamba"}, "must be one of llama, .* Got 'mamba'"),
+    ):
+        about = {"general.architecture": "llama"} | pairs | more
+        eqq.io.write(tmp_path / "m.gguf", {"token_embd.weight": np.zeros((8, 8), np.float32)}, "gguf", metadata=about)
+        with pytest.raises(ValueError, match=message):
+            llama.config_of(eqq.io.open(tmp_path / "m.gguf"))
+
+
+@pytest.mark.long
+def test_gguf_of_a_gguf_keeps_everything(llama, tmp_path):
+    """All metadata but the type of the file, and packed arrays byte by byte."""
+    pytest.importorskip("tokenizers")
+    export = import_example("llama", "export")
+    checkpoint = eqq.io.open(GOLDEN / "model.gguf")
+    more = {"tokenizer.ggml.pre": "smollm", "tokenizer.chat_template": "{{ x }}", "tokenizer.ggml.bos_token_id": 1}
+    more |= {"mine.numbers": np.array([1, 2], np.int8), "general.file_type": 2, "general.alignment": 64}
+    arrays = {name: checkpoint[name] for name in checkpoint}
+    eqq.io.write(tmp_path / "source.gguf", arrays, "gguf", metadata={**checkpoint.metadata, **more})
+    source = eqq.io.open(tmp_path / "source.gguf")
+    export.write_gguf(tmp_path / "again.gguf", llama.load(source), metadata=export.metadata_of(source))
+    again = eqq.io.open(tmp_path / "again.gguf")
+    plain = lambda pairs: {key: list(x) if hasattr(x, "__len__") else x for key, x in pairs.items()}
+    assert plain(again.metadata) == {k: v for k, v in plain(source.metadata).items() if k != "general.file_type"}
+    for row in source.rows:
+        (old,), (new,) = (c.items_by_name[row.name].tensors for c in (source, again))
+        assert old.dtype == new.dtype and old.bytes().tobytes() == new.bytes().tobytes(), row.name
+
+
+@pytest.mark.long
+def test_gguf_of_a_folder(llama, tmp_path):
+    """With the metadata that `eqq.io.convert` writes, and the scaling of Llama 3 as divisors."""
+    pytest.importorskip("tokenizers")
+    export = import_example("llama", "export")
+    (tmp_path / "model").mkdir()
+    checkpoint = write_checkpoint("llama", tmp_path / "model")
+    model = llama.load(checkpoint)
+    export.write_gguf(tmp_path / "model.gguf", model, metadata=export.metadata_of(checkpoint))
+    found = llama.load(eqq.io.open(tmp_path / "model.gguf"))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_allclose(found.config.frequencies(), model.config.frequencies(), rtol=1e-6)
+
+
+def test_types_that_a_width_does_not_allow():
+    pytest.importorskip("tokenizers")
+    fit = import_example("llama", "export").fit_to_gguf
+    model = {f"w{width}": jax.ShapeDtypeStruct((64, width), np.float32) for width in (48, 192, 256)}
+    for format, fitting in (("q4_k", "IQ4_NL"), ("q6_k", "Q8_0"), ("iq2_xxs", "Q2_0")):
+        rules, said = fit(model, format)
+        wanted = type(eqq.QuantConfig(format).format).__name__
+        names = {path: type(format).__name__ for path, format in rules.items()}
+        assert names == {"w48": "NoneType", "w192": fitting, "w256": wanted}
+        assert set(said) == {
+            f"Rows of 48 (1 arrays) are float: {wanted} needs a multiple of 256.",
+            f"Rows of 192 (1 arrays) are {fitting}: {wanted} needs a multiple of 256.",
+        }
+        report = eqq.plan_tree(model, rules)
+        assert {row.path: type(row.format).__name__ for row in report.leaves} == names
+    assert fit(model, {"w48": None, "*": "q8_0"})[1] == []

@@ -92,11 +92,14 @@ GGUF = {
     "blk.{n}.ffn_{x:gate|up|down}.{p}": "layers.{n}.mlp.{x}.{p}",
     "blk.{n}.ffn_gate_inp.weight": "layers.{n}.router.weight",
     "blk.{n}.ffn_{x:gate|up|down}_exps.weight": "layers.{n}.experts.{x}.weight",
+    "blk.{n}.ffn_{x:gate|up|down}_shexp.weight": "layers.{n}.shared.{x}.weight",
+    "blk.{n}.ffn_gate_inp_shexp.weight": Target("layers.{n}.shared_gate.weight", apply=lambda x: x.reshape(1, -1)),
     "blk.{n}.post_attention_norm.weight": "layers.{n}.attention_post_norm.weight",
     "blk.{n}.post_ffw_norm.weight": "layers.{n}.mlp_post_norm.weight",
     "output_norm.{p}": "norm.{p}",
     "output.weight": "head.weight",
     "rope_freqs.weight": None,
+    "rope_factors_*.weight": None,
 }
 # Further arrays of architectures of GGUF.
 GGUF_OWN = {

@@ -214,24 +214,31 @@ def _windows(c: Mapping[str, Any], family: str, layers: int) -> tuple[int, ...]:
     return tuple(size if slides(n) else 0 for n in range(layers))
 
 
+# The architectures of llama.cpp that have another name in config.json.
+_GGUF_FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
+# How many layers those of 27 billion parameters have, in which a query is scaled by more than its head.
+_LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
+
+
 def _from_gguf(checkpoint: eqq.io.Checkpoint) -> Config:
     metadata = checkpoint.metadata
     architecture = metadata.get("general.architecture")
-    family = {"qwen3moe": "qwen3_moe"}.get(architecture, architecture)
+    family = _GGUF_FAMILIES.get(architecture, architecture)
     _check_family(family)
     need = lambda key: _field(checkpoint, f"{architecture}.{key}")
     get = lambda key, default: metadata.get(f"{architecture}.{key}", default)
     hidden, heads, layers = need("embedding_length"), need("attention.head_count"), need("block_count")
     head_size = get("attention.key_length", hidden // heads)
     experts = get("expert_count", 0)
-    kind = get("rope.scaling.type", "none")
-    if kind not in ("none", "linear"):
-        raise ValueError(f"The rotary scaling of {checkpoint.path} must be 'linear'. Got {kind!r}.")
-    factor = get("rope.scaling.factor", 1.0)
-    scaling = {"rope_type": "linear", "factor": factor} if kind == "linear" else {"rope_type": "default"}
+    positions = get("context_length", 2048)
     # The scaling of Llama 3 is an array of the file.
     divisors = checkpoint["rope_freqs.weight"] if "rope_freqs.weight" in checkpoint else ()
-    window = get("attention.sliding_window", 0)
+    window, pattern = get("attention.sliding_window", 0), get("attention.sliding_window_pattern", 6)
+    slides = {
+        "gemma2": lambda n: n % 2 == 0,
+        "gemma3": lambda n: (n + 1) % pattern != 0 if isinstance(pattern, int) else pattern[n],
+    }.get(architecture, lambda n: True)
+    query_size = hidden // heads if layers == _LARGE_GEMMA.get(architecture) else head_size
     biases = {"qkv_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": "ffn_up"}
     traits = {trait: f"blk.0.{name}.bias" in checkpoint for trait, name in biases.items()} | FAMILIES[family]
     return Config(
@@ -243,21 +250,53 @@ def _from_gguf(checkpoint: eqq.io.Checkpoint) -> Config:
         kv_heads=get("attention.head_count_kv", heads),
         head_size=head_size,
         eps=need("attention.layer_norm_rms_epsilon"),
-        positions=get("context_length", 2048),
+        positions=positions,
         tied="output.weight" not in checkpoint,
-        windows=tuple(window if family != "gemma2" or n % 2 == 0 else 0 for n in range(layers)),
+        windows=tuple(window if slides(n) else 0 for n in range(layers)),
         rotary=get("rope.dimension_count", head_size),
         theta=get("rope.freq_base", 10000.0),
-        scaling=tuple(scaling.items()),
+        scaling=_gguf_scaling(checkpoint, architecture, positions),
         divisors=tuple(float(x) for x in divisors),
+        local_theta=get("rope.freq_base_swa", 10000.0) if architecture == "gemma3" else 0.0,
         embedding_scale=hidden**0.5 if family.startswith("gemma") else 1.0,
-        query_scale=head_size**-0.5,
+        query_scale=query_size**-0.5,
         attention_cap=get("attn_logit_softcapping", 0.0),
         logit_cap=get("final_logit_softcapping", 0.0),
         experts=experts,
         experts_per_token=get("expert_used_count", 0),
+        sum_to_one=family != "qwen2_moe",
+        shared=get("expert_shared_feed_forward_length", need("feed_forward_length")) if family == "qwen2_moe" else 0,
         **traits,
     )
+
+
+def _gguf_scaling(checkpoint: eqq.io.Checkpoint, architecture: Any, positions: int) -> tuple[tuple[str, Any], ...]:
+    """The rotary scaling of a GGUF file, as config.json says it."""
+    get = lambda key, default: checkpoint.metadata.get(f"{architecture}.rope.scaling.{key}", default)
+    kind = get("type", "none")
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if "rope_factors_long.weight" in checkpoint:  # its type is not always named
+        factors = (np.asarray(checkpoint[f"rope_factors_{length}.weight"]).tolist() for length in ("long", "short"))
+        scaling = {"rope_type": "longrope", **dict(zip(("long_factor", "short_factor"), map(tuple, factors)))}
+    elif kind in ("linear", "yarn"):
+        scaling = {"rope_type": kind, "factor": get("factor", 1.0)}
+    elif kind != "none" or get("factor", 1.0) not in (0.0, 1.0):
+        raise ValueError(
+            f"The rotary scaling of {checkpoint.path} must be 'linear', 'yarn' or by factors. Got {kind!r}."
+        )
+    if get("yarn_log_multiplier", 0.0):
+        raise ValueError(f"{checkpoint.path} must have a 'yarn' without `yarn_log_multiplier`. Got one.")
+    if scaling["rope_type"] in ("longrope", "yarn"):
+        scaling["original_max_position_embeddings"] = original = get("original_context_length", positions)
+        scaling.setdefault("factor", positions / original)
+        given = get("attn_factor", None)
+        if scaling["rope_type"] == "longrope":
+            scaling["attention_factor"] = 1.0 if given is None else given
+        else:
+            scaling |= {"beta_fast": get("yarn_beta_fast", 32.0), "beta_slow": get("yarn_beta_slow", 1.0)}
+            if given is not None:  # beside the usual one
+                scaling["attention_factor"] = given * (0.1 * float(np.log(scaling["factor"])) + 1)
+    return tuple(sorted(scaling.items()))
 
 
 def _field(checkpoint: eqq.io.Checkpoint, key: str) -> Any:
@@ -274,10 +313,28 @@ def _check_family(family: Any) -> None:
         )
 
 
+_END_OF_TURN = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+)
+
+
 def stop_tokens(checkpoint: eqq.io.Checkpoint) -> frozenset[int]:
     """The tokens after which generation ends, as the checkpoint says."""
     if checkpoint.dialect == "gguf":
-        found = checkpoint.metadata.get("tokenizer.ggml.eos_token_id")
+        metadata = checkpoint.metadata
+        found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        # Files do not always say what ends a turn, but these texts do.
+        kinds = metadata.get("tokenizer.ggml.token_type", ())
+        for i, (token, kind) in enumerate(zip(metadata.get("tokenizer.ggml.tokens", ()), kinds, strict=False)):
+            if kind == 3 and token in _END_OF_TURN:
+                found.append(i)
+        found = [token for token in found if isinstance(token, int)]
     else:
         path = Path(checkpoint.path)
         file = (path if path.is_dir() else path.parent) / "generation_config.json"

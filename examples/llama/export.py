@@ -1,7 +1,10 @@
 """Write a model for others: as a folder of Hugging Face's layout, or as a GGUF file for llama.cpp."""
 
+import dataclasses
 import json
 import re
+import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from configuration import Config
 from jaxtyping import Array
 from llama import Llama
 from tokenizers import Tokenizer
@@ -23,7 +27,19 @@ _NAMES = (
     ("attention.k", "self_attn.k_proj", "attn_k"),
     ("attention.v", "self_attn.v_proj", "attn_v"),
     ("attention.output", "self_attn.o_proj", "attn_output"),
+    ("attention.q_norm", "self_attn.q_norm", "attn_q_norm"),
+    ("attention.k_norm", "self_attn.k_norm", "attn_k_norm"),
     ("attention_norm", "input_layernorm", "attn_norm"),
+    ("attention_post_norm", "post_attention_layernorm", "post_attention_norm"),
+    ("router", "mlp.gate", "ffn_gate_inp"),
+    ("experts.gate", "", "ffn_gate_exps"),
+    ("experts.up", "", "ffn_up_exps"),
+    ("experts.down", "", "ffn_down_exps"),
+    ("shared.gate", "mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    ("shared.up", "mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    ("shared.down", "mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    ("shared_gate", "mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+    ("mlp_post_norm", "post_feedforward_layernorm", "post_ffw_norm"),
     ("mlp.gate", "mlp.gate_proj", "ffn_gate"),
     ("mlp.up", "mlp.up_proj", "ffn_up"),
     ("mlp.down", "mlp.down_proj", "ffn_down"),
@@ -35,7 +51,10 @@ _NAMES = (
 
 
 def arrays_of(model: Llama, *, gguf: bool = False) -> dict[str, Any]:
-    """The arrays, packed ones too, by the names of Hugging Face or of llama.cpp. For Llama with layers in a list."""
+    """The arrays, packed ones too, by the names of Hugging Face (of Llama alone) or of llama.cpp.
+
+    The layers must be a list, and not joined.
+    """
     theirs = {names[0]: names[1 + gguf] for names in _NAMES}
     arrays, layers = {}, "blk" if gguf else "model.layers"
     for path, x in jtu.tree_leaves_with_path(eqx.filter(model, eqx.is_array), is_leaf=eqq.is_quantized):
@@ -56,13 +75,103 @@ def write_folder(folder: Path, model: Llama, config: Mapping[str, Any], tokenize
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def write_gguf(path: Path, model: Llama, tokenizer: Tokenizer) -> None:
-    """Writes a Llama, float or in formats that GGUF has."""
+def write_gguf(
+    path: Path, model: Llama, tokenizer: Tokenizer | None = None, *, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Writes a model, float or in formats that GGUF has.
+
+    `metadata`: what `metadata_of` says of the checkpoint that the model is from: all is kept, but for the type of the
+    file, which llama.cpp finds by itself. Or else a `tokenizer` alone, for a Llama.
+    """
+    if metadata is None:
+        if tokenizer is None:
+            raise ValueError(
+                "`metadata` must be that of the model, by `metadata_of`, or `tokenizer` be given. Got none."
+            )
+        metadata = _metadata(model, tokenizer)
+    architecture = metadata.get("general.architecture")
+    if architecture == "phi3":
+        raise ValueError("The architecture must be one whose products are apart. Got 'phi3', in which they are joined.")
     arrays = arrays_of(model, gguf=True)
     for name, x in arrays.items():
-        if "attn_q." in name or "attn_k." in name:
+        if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
             arrays[name] = _for_llama_cpp(x, model.config.head_size)
-    eqq.io.write(path, arrays, "gguf", metadata=_metadata(model, tokenizer))
+        elif "norm" in name:
+            arrays[name] = x + model.config.offset
+    arrays |= _rotary_arrays(model.config)
+    kept = {key: value for key, value in metadata.items() if key != "general.file_type"}
+    eqq.io.write(path, arrays, "gguf", metadata=kept)
+
+
+def metadata_of(checkpoint: eqq.io.Checkpoint) -> Mapping[str, Any]:
+    """The key-value pairs of a GGUF file, or those that a folder of Hugging Face gets as one."""
+    if checkpoint.dialect == "gguf":
+        return checkpoint.metadata
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        eqq.io.convert(checkpoint, path, None, dialect="gguf")
+        pairs = eqq.io.open(path).metadata
+        return {key: value if isinstance(value, (str, int, float)) else _read(value) for key, value in pairs.items()}
+
+
+def _read(values: Any) -> Any:
+    """A list of a GGUF file, which is there no more afterwards."""
+    items = list(values)
+    return items if isinstance(items[0], (str, bool)) else np.array(items, np.int32 if _whole(items) else np.float32)
+
+
+def _whole(items: list[Any]) -> bool:
+    return all(isinstance(x, int) for x in items)
+
+
+def _rotary_arrays(config: Config) -> dict[str, np.ndarray]:
+    """What divides the rotary frequencies, which llama.cpp keeps in arrays."""
+    scaling = dict(config.scaling)
+    divisors = np.array(config.divisors)
+    if scaling["rope_type"] == "llama3":
+        plain = dataclasses.replace(config, scaling=(("rope_type", "default"),))
+        divisors = plain.frequencies() / config.frequencies()
+    arrays = {"rope_freqs.weight": divisors} if len(divisors) else {}
+    if scaling["rope_type"] == "longrope":
+        arrays |= {f"rope_factors_{kind}.weight": np.array(scaling[f"{kind}_factor"]) for kind in ("long", "short")}
+    return {name: x.astype(np.float32) for name, x in arrays.items()}
+
+
+# The types whose rows are of shorter blocks than 256: how long these are, and their bits per weight.
+_BLOCKS = {"Q1_0": (128, 1.125), "Q2_0": (64, 2.25), "MXFP4": (32, 4.25), "NVFP4": (64, 4.5), "IQ4_NL": (32, 4.5)}
+_BLOCKS |= {"Q4_0": (32, 4.5), "Q4_1": (32, 5), "Q5_0": (32, 5.5), "Q5_1": (32, 6), "Q8_0": (32, 8.5)}
+_FALLBACKS = ("Q1_0", "Q2_0", "IQ4_NL", "Q5_0", "Q5_1", "Q8_0")
+
+
+def fit_to_gguf(
+    model: Llama, format: Any, **options: Any
+) -> tuple[dict[str, eqq.extend.AbstractFormat | None], list[str]]:
+    """Rules for `eqq.plan_tree` and `eqq.quantize_tree`, by which each weight gets a type that its width allows.
+
+    Where rows are not whole blocks, the type with the fewest bits that has no fewer bits, or floats if there is none.
+    `format`, `options`: as for `eqq.plan_tree`. Also returns sentences that say what was changed.
+    """
+    rules: dict[str, eqq.extend.AbstractFormat | None] = {}
+    changes: Counter[tuple[str, int, str]] = Counter()
+    for row in eqq.plan_tree(model, format, **options).leaves:
+        wanted = row.format
+        rules[row.path] = wanted
+        if wanted is None:
+            continue
+        name, width = type(wanted).__name__, row.shape[-1]
+        block, bits = _BLOCKS.get(name, (256, 0.0))
+        if width % block == 0:
+            continue
+        bits = bits or eqq.plan_tree({"w": jax.ShapeDtypeStruct((256, 256), np.float32)}, wanted).bits
+        fitting = (other for other in _FALLBACKS if width % _BLOCKS[other][0] == 0 and _BLOCKS[other][1] >= bits)
+        other = next(fitting, None)
+        rules[row.path] = None if other is None else getattr(eqq.formats, other)()
+        changes[name, width, other or "float"] += 1
+    said = [
+        f"Rows of {width:,} ({count} arrays) are {other}: {name} needs a multiple of {_BLOCKS.get(name, (256,))[0]}."
+        for (name, width, other), count in changes.items()
+    ]
+    return rules, said
 
 
 def _for_llama_cpp(x: Any, size: int) -> Any:

@@ -1,6 +1,7 @@
 """Generate text with a language model of the Llama family, from the packed weights of any checkpoint.
 
-python generate.py MODEL "Once upon a time"            # a Hugging Face folder, or a .gguf file
+python generate.py MODEL "Once upon a time"            # a .gguf file alone, or a Hugging Face folder
+python generate.py MODEL --chat                        # asks in the terminal, and answers as an assistant
 python generate.py MODEL "One" "Two" --temperature 0.8 --top-p 0.95 --seed 1
 python generate.py MODEL "Once upon a time" --format nf4
 python generate.py MODEL "Once upon a time" --format nf4 --cache int8
@@ -12,6 +13,8 @@ python generate.py --random 300m --format nf4          # random weights: for tim
 import argparse
 import contextlib
 import dataclasses
+import math
+import os
 import resource
 import sys
 import time
@@ -25,10 +28,12 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
+from chat import Conversation, talk
 from configuration import from_json, stop_tokens
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from llama import Cache, joined, Llama, load, on_mesh, with_activations
+from tokenization import open_text, Text
 
 import eqquant as eqq
 
@@ -127,6 +132,7 @@ class Generator:
         layout = {"per_channel": _suits_channels(cache), "stacked": not isinstance(model.layers, list)}
         self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, **layout)
         self.mesh = mesh
+        self.state: State | None = None
         self.dtype = model.norm.weight.dtype
         # A list of arrays, because at each call JAX would take a tree of hundreds of modules apart in Python.
         arrays, static = eqx.partition(model, eqx.is_array)
@@ -154,14 +160,20 @@ class Generator:
         # Donated: the new cache takes the memory of the old one.
         self._read, self._step = jax.jit(read, donate_argnums=3), jax.jit(step, donate_argnums=2)
 
-    def start(self, prompts: Sequence[Sequence[int]], seed: int) -> State:
-        """Reads the prompts, and chooses the first token of each."""
+    def start(self, prompts: Sequence[Sequence[int]], seed: int, after: int = 0) -> State:
+        """Reads the prompts, and chooses the first token of each.
+
+        `after`: how many tokens of the last call, prompts and new ones, are before them: the cache still holds them.
+        """
         length = min(_padded(max(map(len, prompts))), self.context)
         ids = np.zeros((len(prompts), length), np.int32)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = prompt
-        cache = self.empty(len(prompts))
-        cache = cache if self.mesh is None else cache.on_mesh(self.mesh)
+        if after and self.state is not None:
+            cache, self.state = self.state.cache.truncate(after), None  # its memory is donated
+        else:
+            cache = self.empty(len(prompts))
+            cache = cache if self.mesh is None else cache.on_mesh(self.mesh)
         lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
         return self._read(self.arrays, jnp.asarray(ids), lengths, cache, jr.key(seed))
 
@@ -173,11 +185,20 @@ class Generator:
         return self._step(self.arrays, state.last, state.cache, state.key)
 
     def __call__(
-        self, prompts: Sequence[Sequence[int]], tokens: int, *, stop: frozenset[int] = frozenset(), seed: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        *,
+        stop: frozenset[int] = frozenset(),
+        seed: int = 0,
+        after: int = 0,
     ) -> Iterator[list[int | None]]:
-        """Gives the next token of each prompt, until there are `tokens`, or all have stopped; `None` for those."""
-        self._check(prompts, tokens)
-        state = self.start(prompts, seed)
+        """Gives the next token of each prompt, until there are `tokens`, or all have stopped; `None` for those.
+
+        `after`: see `start`.
+        """
+        self._check(prompts, tokens + after)
+        self.state = state = self.start(prompts, seed, after)
         stopped = np.zeros(len(prompts), bool)
 
         def tokens_of(now: np.ndarray) -> list[int | None]:
@@ -187,11 +208,11 @@ class Generator:
         yield tokens_of(np.asarray(state.last))  # before the steps are compiled
         if tokens == 1 or stopped.all():
             return
-        state = self.step(state)
+        self.state = state = self.step(state)
         for left in range(tokens - 1, 0, -self.steps):
             new = state.tokens
             if left > self.steps:
-                state = self.step(state)  # computes while the new tokens are read
+                self.state = state = self.step(state)  # computes while the new tokens are read
             for now in np.asarray(new).T[:left]:
                 yield tokens_of(now)
                 if stopped.all():
@@ -213,40 +234,6 @@ class Generator:
                 f"The cache has {self.context:,} places, and must have room for the prompt and at least one new token. "
                 f"Got {longest:,} + {tokens:,}. Change `--context` or `--tokens`."
             )
-
-
-#
-# Tokens and texts
-#
-
-
-class Text:
-    """Tokens to text and back, by a `tokenizer.json`; or without one, numbers."""
-
-    def __init__(self, file: Path | None, vocabulary: int) -> None:
-        self.tokenizer = None
-        if file is None:
-            return
-        if not file.exists():
-            raise FileNotFoundError(f"{file} must be the tokenizer. Got no such file. Set `--tokenizer`, or `--ids`.")
-        from tokenizers import Tokenizer
-
-        try:
-            self.tokenizer = Tokenizer.from_file(str(file))
-        except Exception as e:  # tokenizers raises no other class
-            raise ValueError(f"{file} must be a tokenizer.json of the tokenizers library. Got: {e}.") from None
-        if (most := max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)) >= vocabulary:
-            raise ValueError(f"{file} must fit the model, which has {vocabulary:,} tokens. Got the token {most}.")
-
-    def encode(self, text: str) -> list[int]:
-        if self.tokenizer is not None:
-            return self.tokenizer.encode(text).ids
-        if not all(word.isdecimal() for word in text.split()):
-            raise ValueError(f"With `--ids`, a prompt must be numbers, such as '1 15 27'. Got {text!r}.")
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids)) if self.tokenizer is None else self.tokenizer.decode(list(ids))
 
 
 #
@@ -286,10 +273,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("model", nargs="?", help="a folder with config.json and safetensors, or a .gguf file")
     add("prompts", nargs="*", help="texts, or with --ids numbers such as '1 15 27'")
-    add("--tokenizer", type=Path, help="a tokenizer.json; by default the one beside the model")
+    add("--tokenizer", type=Path, help="a tokenizer.json; by default the one in the GGUF file, or beside the model")
     add("--ids", action="store_true", help="prompts and texts are numbers of tokens")
-    add("--tokens", type=int, default=64, help="how many to generate at most (default 64)")
-    add("--context", type=int, help="places in the cache; by default as many as needed")
+    add("--chat", action="store_true", help="a conversation: prompts are questions; without any, asks in the terminal")
+    add("--system", help="what the model is told before a conversation; by default what its chat template says")
+    add("--tokens", type=int, help="how many to generate at most (default 64, and 512 for an answer of --chat)")
+    add("--context", type=int, help="places in the cache; by default as many as needed, and 4096 for --chat")
     add("--steps", type=int, default=4, help="how many tokens are computed at a time (default 4); more are faster")
     add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     add("--top-k", type=int, default=0, help="chooses among so many; 0 for all")
@@ -305,13 +294,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--scan", action="store_true", help="stacks the layers: compiles faster, but float weights run slower on a CPU")
     add("--random", choices=RANDOM, help="random weights instead of a model; then prompts are numbers")
     add("--smoke", action="store_true", help="tries everything on a tiny random model")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.smoke:
         return smoke()
     try:
         run(options)
     except (ValueError, OSError, ImportError) as e:
         sys.exit(f"Error: {e}")
+    except (MemoryError, jax.errors.JaxRuntimeError) as e:
+        sys.exit(f"Error: The model and its cache must fit in memory. Got {str(e).splitlines()[:1]}. {_SMALLER}")
 
 
 def run(options: argparse.Namespace) -> list[list[int]]:
@@ -323,14 +314,14 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     if options.random:
         given = [options.model, *given] if options.model else ["1"]
         model, stop = random_model(options.random, options.dtype, options.scan), frozenset()
-        text = Text(None, model.config.vocabulary)
+        text = Text()
     elif options.model is None:
         raise ValueError("MODEL must be a folder or a .gguf file. Got none. Or set `--random tiny`.")
     else:
-        path, checkpoint = Path(options.model), eqq.io.open(options.model)
+        checkpoint = eqq.io.open(options.model)
+        _check_memory("The weights", _nbytes_loaded(checkpoint))
         model, stop = load(checkpoint, options.dtype, stacked=options.scan), stop_tokens(checkpoint)
-        beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
-        text = Text(None if options.ids else options.tokenizer or beside, model.config.vocabulary)
+        text = Text() if options.ids else open_text(checkpoint, model.config.vocabulary, options.tokenizer)
     if options.format:
         model = eqq.quantize_tree(model, options.format)
     if activations := options.activations or ("int8" if options.fast else None):
@@ -339,16 +330,23 @@ def run(options: argparse.Namespace) -> list[list[int]]:
         model = with_activations(model, activations)
     # Rows of joined weights belong to different heads, so they cannot be divided by heads.
     model = joined(model) if mesh is None else on_mesh(model, mesh)
-    prompts = [text.encode(prompt) for prompt in given]
     stop = stop if options.stop is None else frozenset(options.stop)
-    needed = max(map(len, prompts), default=0) + options.tokens
-    fits = max(needed, min(_padded(needed), model.config.positions))
+    tokens = options.tokens if options.tokens is not None else 512 if options.chat else 64
+    prompts = [] if options.chat else [text.encode(prompt) for prompt in given]
+    needed = 4096 if options.chat else max(map(len, prompts), default=0) + tokens
+    fits = min(needed, model.config.positions) if options.chat else needed
+    fits = max(fits, min(_padded(fits), model.config.positions))
     context = fits if options.context is None else options.context
     generate = Generator(model, context, sampling, options.cache, mesh, options.steps)
+    _check_memory("The cache", generate.cache_nbytes(len(prompts) or 1))
+    if options.chat:
+        conversation = Conversation(generate, text, stop, tokens, options.system, options.seed)
+        talk(conversation, given)
+        return [conversation.ids]
     loaded = time.perf_counter()
 
     texts, times, alone, shown = [list(prompt) for prompt in prompts], [], len(prompts) == 1, ""
-    for new in generate(prompts, options.tokens, stop=stop, seed=options.seed):
+    for new in generate(prompts, tokens, stop=stop, seed=options.seed):
         times.append(time.perf_counter())
         for ids, token in zip(texts, new, strict=True):
             ids += () if token is None else (token,)
@@ -373,6 +371,20 @@ def run(options: argparse.Namespace) -> list[list[int]]:
         file=sys.stderr,
     )
     return texts
+
+
+_SMALLER = "Quantize it with `--format` or `--cache`, or set a smaller `--context`."
+
+
+def _nbytes_loaded(checkpoint: eqq.io.Checkpoint) -> int:
+    """How many bytes the arrays take in memory: packed ones as many as in the file, and others those of float32."""
+    return sum(4 * math.prod(row.shape) if row.format is None else row.nbytes for row in checkpoint.rows)
+
+
+def _check_memory(what: str, nbytes: int) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > memory:
+        raise ValueError(f"{what} must fit in memory, {_size(memory)}. Got {_size(nbytes)}. {_SMALLER}")
 
 
 def _size(nbytes: int) -> str:

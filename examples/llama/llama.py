@@ -62,6 +62,11 @@ class Cache(eqx.Module):
         each = lambda cache: cache.with_sharding(sharding)
         return Cache(tuple(map(each, self.layers)) if isinstance(self.layers, tuple) else each(self.layers))
 
+    def truncate(self, length: int) -> "Cache":
+        """Keeps the first tokens of each row."""
+        each = lambda cache: cache.truncate(length)
+        return Cache(tuple(map(each, self.layers)) if isinstance(self.layers, tuple) else each(self.layers))
+
     def of(self, layer: int | Int[Array, ""]) -> eqq.QuantizedCache:
         if isinstance(self.layers, tuple):
             return self.layers[layer]

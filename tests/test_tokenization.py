@@ -4,7 +4,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import jax.random as jr
 import numpy as np
 import pytest
 
@@ -141,18 +140,11 @@ def test_chat_templates_of_folders(tokenization, tmp_path):
 def talking(tokenization, tmp_path_factory):
     """A tiny random model in a GGUF file, with a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("talking")
-    llama, export = import_example("llama", "llama"), import_example("llama", "export")
-    configuration, generate = import_example("llama", "configuration"), import_example("llama", "generate")
+    export, generate = import_example("llama", "export"), import_example("llama", "generate")
     vocabulary = OF_LLAMA_CPP["vocabularies"]["byte level"]
-    config = {**generate.RANDOM["tiny"], "vocab_size": len(vocabulary["tokens"]), "max_position_embeddings": 256}
-    model = llama.Llama(configuration.from_json(config, head=True), key=jr.key(0))
-    sizes = {
-        "context_length": 256, "embedding_length": 64, "feed_forward_length": 128, "block_count": 2,
-        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6,
-    }  # fmt: skip
-    pairs = metadata(vocabulary, model="gpt2", pre="smollm", eot_token_id=3)
-    pairs |= {f"llama.{key}": value for key, value in sizes.items()}
-    pairs |= {"tokenizer.chat_template": CHAT, "general.file_type": 1, "mine.list": [1, 2], "mine.flag": True}
+    model = generate.random_model("tiny", vocabulary=len(vocabulary["tokens"]))
+    pairs = metadata(vocabulary, model="gpt2", pre="smollm", eot_token_id=3) | export._sizes(model.config)
+    pairs |= {"tokenizer.chat_template": CHAT}
     export.write_gguf(folder / "model.gguf", eqq.quantize_tree(model, "q8_0"), metadata=pairs)
     return folder / "model.gguf"
 

@@ -88,7 +88,7 @@ def write_gguf(
             raise ValueError(
                 "`metadata` must be that of the model, by `metadata_of`, or `tokenizer` be given. Got none."
             )
-        metadata = _metadata(model, tokenizer)
+        metadata = _metadata(model.config, tokenizer)
     architecture = metadata.get("general.architecture")
     if architecture == "phi3":
         raise ValueError("The architecture must be one whose products are apart. Got 'phi3', in which they are joined.")
@@ -174,17 +174,35 @@ def fit_to_gguf(
     return rules, said
 
 
+def write_tiny_gguf(path: Path) -> Path:
+    """A tiny random model with a tokenizer of bytes and a chat template, to try programs on."""
+    from generate import random_model
+    from tokenizers import pre_tokenizers
+
+    tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    model = random_model("tiny", vocabulary=len(tokens))
+    chat = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
+    metadata = _sizes(model.config) | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array([3, 3] + [1] * 256, np.int32),
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": chat + "{% if add_generation_prompt %}<s>assistant\n{% endif %}",
+    }
+    write_gguf(path, model, metadata=metadata)
+    return path
+
+
 def _for_llama_cpp(x: Any, size: int) -> Any:
     """Its rotary embedding turns neighbors, and ours the halves of a head. Rows move, and so do packed ones."""
     rows: Array = np.arange(x.shape[0]).reshape(-1, 2, size // 2).swapaxes(1, 2).reshape(-1)
     return jtu.tree_map(lambda leaf: leaf[rows], x)
 
 
-def _metadata(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
-    config, described = model.config, json.loads(tokenizer.to_str())["model"]
-    vocabulary = sorted(described["vocab"], key=described["vocab"].get)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in described["merges"]]
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+def _sizes(config: Config) -> dict[str, Any]:
+    """What a GGUF file of a Llama says of its sizes."""
     return {
         "general.architecture": "llama",
         "llama.vocab_size": config.vocabulary,
@@ -197,6 +215,15 @@ def _metadata(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
         "llama.attention.layer_norm_rms_epsilon": config.eps,
         "llama.rope.dimension_count": config.rotary,
         "llama.rope.freq_base": config.theta,
+    }
+
+
+def _metadata(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    described = json.loads(tokenizer.to_str())["model"]
+    vocabulary = sorted(described["vocab"], key=described["vocab"].get)
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in described["merges"]]
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    return _sizes(config) | {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": vocabulary,

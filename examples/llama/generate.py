@@ -17,6 +17,7 @@ import math
 import os
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -253,8 +254,9 @@ RANDOM: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(name: str, dtype: str = "float32", stacked: bool = False) -> Llama:
-    return Llama(from_json(RANDOM[name], head=True), dtype, stacked=stacked, key=jr.key(0))
+def random_model(name: str, dtype: str = "float32", stacked: bool = False, vocabulary: int | None = None) -> Llama:
+    config = RANDOM[name] if vocabulary is None else {**RANDOM[name], "vocab_size": vocabulary}
+    return Llama(from_json(config, head=True), dtype, stacked=stacked, key=jr.key(0))
 
 
 def _mesh(devices: int) -> Mesh | None:
@@ -393,6 +395,8 @@ def _size(nbytes: int) -> str:
 
 def smoke() -> None:
     """Everything, on a tiny random model."""
+    from export import write_tiny_gguf
+
     model, both = random_model("tiny"), [[5, 6, 7], [8, 9, 10, 11, 12]]
 
     def texts(model: Llama, prompts: list[list[int]], cache: str | None = None, **sampling: float) -> list[list[Any]]:
@@ -413,6 +417,10 @@ def smoke() -> None:
     main(["--random", "tiny", "--format", "nf4", "--tokens", "8", "--temperature", "0.8", "--top-p", "0.9", "5 6 7"])
     main(["--random", "tiny", "--format", "int4", "--fast", "--scan", "--tokens", "8", "5 6 7", "8 9 10 11 12"])
     main(["--random", "tiny", "--cache", "int4", "--tokens", "8", "5 6 7", "8 9 10 11 12"])
+    # A GGUF file alone is enough for a conversation.
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(write_tiny_gguf(Path(folder) / "model.gguf"))
+        main([path, "--chat", "--context", "128", "--tokens", "8", "Hi", "Who?"])
 
 
 if __name__ == "__main__":

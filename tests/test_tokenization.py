@@ -206,3 +206,37 @@ def test_conversations_read_only_what_is_new(tokenization, talking):
     pieces.close()
     assert conversation.messages[-1]["content"].startswith(first)
     assert "".join(conversation.ask("Go on.")) is not None
+
+
+def test_tokens_that_end_an_answer(tmp_path):
+    """Those that the file names, and control tokens whose text says so."""
+    stop_tokens = import_example("llama", "configuration").stop_tokens
+    tokens = ["<unk>", "<s>", "</s>", "<|im_end|>", "<|eot_id|>", "<|end|>", "a"]
+    kinds = {"token_type": np.array([2, 3, 3, 3, 3, 1, 1], np.int32)}
+    for more, expected in (({}, {2, 3, 4}), ({"eot_token_id": 6, "eom_token_id": 1}, {1, 2, 3, 4, 6})):
+        pairs = {"tokens": tokens, "eos_token_id": 2, **kinds, **more}
+        pairs = {"general.architecture": "llama"} | {f"tokenizer.ggml.{key}": value for key, value in pairs.items()}
+        eqq.io.write(tmp_path / "v.gguf", {"w": np.zeros(32, np.float32)}, "gguf", metadata=pairs)
+        assert stop_tokens(eqq.io.open(tmp_path / "v.gguf")) == expected
+
+
+@pytest.mark.long
+def test_models_that_do_not_fit_in_memory(talking, monkeypatch):
+    generate, command = import_example("llama", "generate"), import_example("llama", "command")
+    size = eqq.io.open(talking).nbytes
+    for memory, message in (
+        (size - 4096, "The weights must fit in memory, .*Got"),
+        (size + 4096, "The cache must fit"),
+    ):
+        monkeypatch.setattr(command.os, "sysconf", lambda name, n=memory // 4096: n if "PAGES" in name else 4096)
+        with pytest.raises(SystemExit, match=f"Error: {message}.*Quantize it with `--format`"):
+            generate.main([str(talking), "Hi", "--context", "2048"])
+
+    def exhausted(options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.\nmore")
+
+    monkeypatch.setattr(generate, "run", exhausted)
+    with pytest.raises(
+        SystemExit, match="must fit in memory. Got: RESOURCE_EXHAUSTED: Out of memory .* bytes.*Quantize"
+    ):
+        generate.main(["x"])

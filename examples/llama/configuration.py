@@ -273,29 +273,25 @@ def _from_gguf(checkpoint: eqq.io.Checkpoint) -> Config:
 def _gguf_scaling(checkpoint: eqq.io.Checkpoint, architecture: Any, positions: int) -> tuple[tuple[str, Any], ...]:
     """The rotary scaling of a GGUF file, as config.json says it."""
     get = lambda key, default: checkpoint.metadata.get(f"{architecture}.rope.scaling.{key}", default)
-    kind = get("type", "none")
+    kind, factor = get("type", "linear"), get("factor", 0.0) or 1.0
     scaling: dict[str, Any] = {"rope_type": "default"}
     if "rope_factors_long.weight" in checkpoint:  # its type is not always named
         factors = (np.asarray(checkpoint[f"rope_factors_{length}.weight"]).tolist() for length in ("long", "short"))
         scaling = {"rope_type": "longrope", **dict(zip(("long_factor", "short_factor"), map(tuple, factors)))}
-    elif kind in ("linear", "yarn"):
-        scaling = {"rope_type": kind, "factor": get("factor", 1.0)}
-    elif kind != "none" or get("factor", 1.0) not in (0.0, 1.0):
+    elif kind == "yarn" or (kind == "linear" and factor != 1):
+        scaling = {"rope_type": kind, "factor": factor}
+    elif kind not in ("linear", "none"):
         raise ValueError(
             f"The rotary scaling of {checkpoint.path} must be 'linear', 'yarn' or by factors. Got {kind!r}."
         )
-    if get("yarn_log_multiplier", 0.0):
-        raise ValueError(f"{checkpoint.path} must have a 'yarn' without `yarn_log_multiplier`. Got one.")
     if scaling["rope_type"] in ("longrope", "yarn"):
         scaling["original_max_position_embeddings"] = original = get("original_context_length", positions)
         scaling.setdefault("factor", positions / original)
-        given = get("attn_factor", None)
-        if scaling["rope_type"] == "longrope":
-            scaling["attention_factor"] = 1.0 if given is None else given
-        else:
-            scaling |= {"beta_fast": get("yarn_beta_fast", 32.0), "beta_slow": get("yarn_beta_slow", 1.0)}
-            if given is not None:  # beside the usual one
-                scaling["attention_factor"] = given * (0.1 * float(np.log(scaling["factor"])) + 1)
+        scaling["attention_factor"] = get("attn_factor", 1.0)
+    if kind == "yarn":
+        scaling |= {"beta_fast": get("yarn_beta_fast", 32.0), "beta_slow": get("yarn_beta_slow", 1.0)}
+        grown = lambda scale: 0.1 * scale * float(np.log(max(factor, 1.0))) + 1
+        scaling["attention_factor"] *= grown(1) / grown(get("yarn_log_multiplier", 0.0))
     return tuple(sorted(scaling.items()))
 
 

@@ -11,7 +11,6 @@ measured: so every token has at least half a chunk before it.
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from command import errors_as_sentences
 from configuration import Config
 from jaxtyping import Array, Float, Int
 from llama import Cache, joined, Llama, load
@@ -228,10 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_intermixed_args(arguments)
     if options.smoke:
         return smoke()
-    try:
+    with errors_as_sentences():
         run(options)
-    except (ValueError, OSError, ImportError) as e:
-        sys.exit(f"Error: {e}")
 
 
 def run(options: argparse.Namespace) -> Evaluation:

@@ -13,8 +13,6 @@ python generate.py --random 300m --format nf4          # random weights: for tim
 import argparse
 import contextlib
 import dataclasses
-import math
-import os
 import resource
 import sys
 import tempfile
@@ -30,6 +28,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from chat import Conversation, talk
+from command import check_memory, errors_as_sentences, show_size
 from configuration import from_json, stop_tokens
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -299,12 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_intermixed_args(arguments)
     if options.smoke:
         return smoke()
-    try:
+    with errors_as_sentences():
         run(options)
-    except (ValueError, OSError, ImportError) as e:
-        sys.exit(f"Error: {e}")
-    except (MemoryError, jax.errors.JaxRuntimeError) as e:
-        sys.exit(f"Error: The model and its cache must fit in memory. Got {str(e).splitlines()[:1]}. {_SMALLER}")
 
 
 def run(options: argparse.Namespace) -> list[list[int]]:
@@ -321,7 +316,6 @@ def run(options: argparse.Namespace) -> list[list[int]]:
         raise ValueError("MODEL must be a folder or a .gguf file. Got none. Or set `--random tiny`.")
     else:
         checkpoint = eqq.io.open(options.model)
-        _check_memory("The weights", _nbytes_loaded(checkpoint))
         model, stop = load(checkpoint, options.dtype, stacked=options.scan), stop_tokens(checkpoint)
         text = Text() if options.ids else open_text(checkpoint, model.config.vocabulary, options.tokenizer)
     if options.format:
@@ -340,7 +334,7 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     fits = max(fits, min(_padded(fits), model.config.positions))
     context = fits if options.context is None else options.context
     generate = Generator(model, context, sampling, options.cache, mesh, options.steps)
-    _check_memory("The cache", generate.cache_nbytes(len(prompts) or 1))
+    check_memory("The cache", generate.cache_nbytes(len(prompts) or 1))
     if options.chat:
         conversation = Conversation(generate, text, stop, tokens, options.system, options.seed)
         talk(conversation, given)
@@ -368,29 +362,11 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(
         f"[{speed} tokens/s; first token after {times[0] - loaded:.1f} s; loaded in "
-        f"{loaded - began:.1f} s; weights {_size(eqq.tree_nbytes(model))}, cache of {context:,} tokens "
-        f"{_size(generate.cache_nbytes(len(prompts)))}, at most {_size(peak)}]",
+        f"{loaded - began:.1f} s; weights {show_size(eqq.tree_nbytes(model))}, cache of {context:,} tokens "
+        f"{show_size(generate.cache_nbytes(len(prompts)))}, at most {show_size(peak)}]",
         file=sys.stderr,
     )
     return texts
-
-
-_SMALLER = "Quantize it with `--format` or `--cache`, or set a smaller `--context`."
-
-
-def _nbytes_loaded(checkpoint: eqq.io.Checkpoint) -> int:
-    """How many bytes the arrays take in memory: packed ones as many as in the file, and others those of float32."""
-    return sum(4 * math.prod(row.shape) if row.format is None else row.nbytes for row in checkpoint.rows)
-
-
-def _check_memory(what: str, nbytes: int) -> None:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > memory:
-        raise ValueError(f"{what} must fit in memory, {_size(memory)}. Got {_size(nbytes)}. {_SMALLER}")
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:,.1f} KB"
 
 
 def smoke() -> None:

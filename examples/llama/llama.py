@@ -6,6 +6,7 @@ The paths of the arrays come from `eqq.io.names`, so that a model loads from eve
 """
 
 import itertools as it
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+from command import check_memory
 from configuration import Config, config_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
@@ -342,6 +344,12 @@ class Llama(eqx.Module):
 def load(checkpoint: eqq.io.Checkpoint, dtype: DTypeLike = jnp.float32, *, stacked: bool = False) -> Llama:
     """Loads a model from a checkpoint of any library. Weights that are quantized stay as they are, packed."""
     config = config_of(checkpoint)
+    # Packed arrays take as much as in the file, and others as much as floats.
+    nbytes = [
+        jnp.dtype(dtype).itemsize * math.prod(row.shape) if row.format is None else row.nbytes
+        for row in checkpoint.rows
+    ]
+    check_memory("The weights", sum(nbytes))
     heads = ("lm_head.weight", "output.weight")
     names = eqq.io.names.detect(checkpoint, dict.fromkeys(heads) if config.tied else None)
     if stacked:

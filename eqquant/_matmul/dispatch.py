@@ -241,7 +241,10 @@ _SMALL = "codes times codes in a small type, which the platform multiplies faste
 def _both_integer(problem: MatmulProblem) -> bool:
     if problem.activations is None:
         return False
-    return xla_codes.is_integer(problem.x_layout) and xla_codes.is_integer(problem.layout)
+    layout = problem.layout
+    doubled = layout._replace(table=tuple(2 * value for value in layout.table))  # e2m1 has halves of integers
+    is_integer = xla_codes.is_integer(layout) or (layout.bits == 4 and xla_codes.is_integer(doubled))
+    return is_integer and xla_codes.is_integer(problem.x_layout)
 
 
 _SLOW = 2**20  # values of a weight, from which on a product without native kernels takes long enough to warn

@@ -63,7 +63,9 @@ def matmul(
         scale = jnp.full((*weight.codes.shape[:-1], 1), 1.0) if weight.row_scale is None else weight.row_scale
         weight = weight._replace(row_scale=scale / factor)
         layout = layout._replace(table=tuple(factor * value for value in layout.table))
-    summed = jnp.dtype(jnp.float32) if layout.offsets else dtype  # so that the sum of two products is rounded only once
-    x = x.astype(summed) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    y = calls.multiply(library.MATMUL_INT8, x, weight, layout, outer, summed, column_major, *more, **attributes)
+    wide = dtype
+    if layout.offsets:  # so that the sum of two products is rounded only once
+        wide = jnp.dtype(jnp.float32)
+        x = x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    y = calls.multiply(library.MATMUL_INT8, x, weight, layout, outer, wide, column_major, *more, **attributes)
     return y.astype(dtype)

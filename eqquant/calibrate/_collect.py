@@ -173,28 +173,36 @@ def _add_gradients(stats: LeafStats, gradients: Gradients, gram: bool) -> LeafSt
     )
 
 
-def observe_batches(
-    observed: ObservedFunction, model: PyTree, batches: Iterable[PyTree], observers: Observers, count: int = 0
-) -> int:
-    """Runs the observed model on each batch, and returns `count` plus the number of batches."""
+def observe_batches(observed: ObservedFunction, model: PyTree, batches: Iterable[PyTree], observers: Observers) -> int:
+    """Runs the observed model on each batch, and returns the number of batches."""
+    count = 0
     for batch in batches:
-        shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
-        if any(0 in shape for shape in shapes):
-            raise ValueError(
-                f"A batch must not be empty. Got shape {abbreviate_list(map(str, shapes))} in batch {count}. "
-                "Leave it out."
-            )
+        check_batch(batch, count)
         out = [x for x in jtu.tree_leaves(observed(model, batch)) if eqx.is_array(x)]
-        if not out:
-            raise ValueError("`apply` must return the outputs of the model. Got no array.")
+        check_outputs(out)
         jax.block_until_ready(out)  # the outputs depend on every callback, so all statistics are complete now
-        _check_finite(observers, count)
+        check_observed(observers, count)
         for sums in (sums for _, observer in observers for sums in observer.by_axes.values()):
             sums.calibrate()
         count += 1
     if count == 0:
         raise ValueError("`batches` must hold data. Got no batch. A generator can be used only once: make a new one.")
     return count
+
+
+def check_batch(batch: PyTree, count: int) -> None:
+    """Raises if a batch is empty."""
+    shapes = [np.shape(x) for x in jtu.tree_leaves(batch)]
+    if any(0 in shape for shape in shapes):
+        raise ValueError(
+            f"A batch must not be empty. Got shape {abbreviate_list(map(str, shapes))} in batch {count}. Leave it out."
+        )
+
+
+def check_outputs(outputs: Sequence[object]) -> None:
+    """Raises if a function returns no array."""
+    if not outputs:
+        raise ValueError("`apply` must return the outputs of the model. Got no array.")
 
 
 def multiply_mapped(run: Apply, model: PyTree) -> Apply:
@@ -232,7 +240,8 @@ def _skip_reason(leaf: Leaf) -> str | None:
     return None if is_weight(leaf.value) else place_reason(leaf)
 
 
-def _check_finite(observers: Observers, batch: int) -> None:
+def check_observed(observers: Observers, batch: int) -> None:
+    """Raises if the inputs of a weight were not finite."""
     for leaf, observer in observers:
         for total in (sums.total for sums in observer.by_axes.values() if sums.total):
             means = [value[total["rows"] > 0] for name, value in total.items() if name not in ("gram", "cross")]

@@ -1,10 +1,16 @@
 """Finds the data dependencies between the observed products of a traced program."""
 
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params, Literal, Var
+from jaxtyping import Array
 
+from .. import _compat
+from .._program.cut import FlatProgram, Node
 from ._observe_primitive import observe_p, Record
+from ._observers import Sums
 
 
 class Place(NamedTuple):
@@ -25,6 +31,56 @@ def find_places(program: ClosedJaxpr) -> dict[Record, Place]:
     places: dict[Record, Place] = {}
     _visit(program.jaxpr, [0] * len(program.jaxpr.invars), None, places)
     return places
+
+
+def find_records(equation: JaxprEqn) -> list[Record]:
+    """Returns the `record` of each observed product of an operation, which may be a loop."""
+    inner = [e for jaxpr in jaxprs_in_params(equation.params) for e in jaxpr.eqns]
+    own = [equation.params["record"]] if equation.primitive is observe_p else []
+    return [*own, *(record for e in inner for record in find_records(e))]
+
+
+def flatten(
+    program: ClosedJaxpr, is_data: Callable[[int], bool], indices: Mapping[int, Array]
+) -> tuple[FlatProgram, list[int | None]]:
+    """Returns a program with its loops over layers unrolled, and for each of its marks the layer, if it is in a loop.
+
+    A loop is unrolled if each of its turns multiplies one layer of each observed weight, another one in each turn.
+
+    **Arguments:**
+
+    - `is_data`: whether an argument, given by its place, is data.
+    - `indices`: the arguments that hold indices of layers, with the index of each.
+    """
+    loops = {id(equation) for equation in program.jaxpr.eqns if _may_run_layers(equation)}
+    while True:
+        flat = FlatProgram(program, is_data, observe_p, lambda equation: bool(find_records(equation)), loops)
+        layers = [None if mark.turn is None else _find_layer(flat, mark, indices) for mark in flat.marks]
+        seen = Counter(
+            (mark.turn[0], mark.equation.params["record"], layer)
+            for mark, layer in zip(flat.marks, layers, strict=True)
+            if mark.turn is not None
+        )
+        failed = {loop for (loop, _, layer), count in seen.items() if layer is None or count > 1}
+        if not failed:
+            return flat, layers
+        loops -= failed
+
+
+def _find_layer(flat: FlatProgram, mark: Node, indices: Mapping[int, Array]) -> int | None:
+    index = mark.inputs[1]
+    found = flat.evaluate(index, indices) if isinstance(index, int) else None
+    return None if found is None else int(found)
+
+
+def _may_run_layers(equation: JaxprEqn) -> bool:
+    if equation.primitive.name != "scan":
+        return False
+    records = find_records(equation)
+    body = _compat.open_jaxpr(equation.params["jaxpr"])[0]
+    direct = [e for e in body.eqns if e.primitive is observe_p and _compat.result_shape(e) == ()]
+    stacks = [r for r in set(records) if isinstance(r, Sums) and r.num_layers >= equation.params["length"] > 1]
+    return 0 < len(records) == len(direct) == len(stacks)
 
 
 def _visit(jaxpr: Jaxpr, levels: list[int], loop: int | None, places: dict[Record, Place]) -> list[int]:

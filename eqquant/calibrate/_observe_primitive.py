@@ -3,6 +3,7 @@
 In `scan`, `while_loop` and `cond` it runs as often as the observed product.
 """
 
+import functools as ft
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -51,13 +52,15 @@ def observe(
     return jax.lax.optimization_barrier((x, indices))[0]
 
 
-def _compute_moments(
+@ft.partial(jax.jit, static_argnames=("threshold", "gram", "keep"))
+def compute_moments(
     x: Float[Array, "*stack rows features"],
     row_mask: Bool[Array, " rows"] | None,
     threshold: float | int,
     gram: bool,
     keep: bool,
 ) -> Moments:
+    """Returns the moments of rows, and the rows themselves if `keep`; NaN where `row_mask` is false."""
     x = x.astype(jnp.float32)
     count = jnp.full(x.shape[:-2], x.shape[-2], jnp.int32)
     low = high = x
@@ -92,7 +95,7 @@ def _run(
     gated: bool = False,
 ) -> Array:
     def send(x: Array, index: Array, *row_mask: Array) -> Array:
-        moments = _compute_moments(x, row_mask[0] if row_mask else None, threshold, gram, keep)
+        moments = compute_moments(x, row_mask[0] if row_mask else None, threshold, gram, keep)
         return io_callback(record, jax.ShapeDtypeStruct(index.shape, index.dtype), index, moments)
 
     operands = x, index, *row_mask

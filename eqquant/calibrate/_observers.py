@@ -27,6 +27,10 @@ from ._calibrator import AbstractCalibrator
 from ._observe_primitive import Moments, observe
 
 
+def _is_shaped(x: object) -> bool:
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
 class Sums:
     """Sums over rows, for each layer of a stack, in float64.
 
@@ -242,7 +246,7 @@ class ObservedFunction:
         return traced.outputs(self._call(model, batch, [observer.layer_indices() for observer in self.observers]))
 
     def program(self, model: PyTree, batch: PyTree) -> ClosedJaxpr:
-        """Returns the program with its observing operations."""
+        """Returns the program with its observing operations. Arrays may be `jax.ShapeDtypeStruct`s."""
         self._trace(model, batch)
         layer_indices = [observer.layer_indices() for observer in self.observers]
         return eqx.filter_make_jaxpr(self._observe)(model, batch, layer_indices)[0]
@@ -273,7 +277,7 @@ class ObservedFunction:
     def _trace(self, model: PyTree, batch: PyTree) -> tuple[Traced, list[Fact]]:
         """Traces the function once for each set of shapes, and prepares the observers."""
         leaves, treedef = jtu.tree_flatten((model, batch))
-        key = treedef, tuple(jax.typeof(x) if eqx.is_array(x) else id(x) for x in leaves)
+        key = treedef, tuple(jax.typeof(x) if _is_shaped(x) else id(x) for x in leaves)
         if key not in self._traced:
             self._traced[key] = self._trace_uncached(model, batch)
         return self._traced[key]

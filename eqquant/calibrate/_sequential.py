@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools as ft
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, DTypeLike
 
 from .._array.array import is_quantized, QuantizedArray
@@ -19,9 +22,11 @@ from .._methods import AbstractMethod
 from .._methods.names import as_method
 from .._methods.statistics import LeafStats, PER_LAYER, share_inputs
 from .._numerics.axes import logical_order, memory_order
+from .._program.cut import PartCompiler
 from .._tree.batches import Apply, as_apply, list_batches
 from .._tree.config import ActivationsLike
 from .._tree.decide import decide, Decision, FormatRules
+from .._tree.kept import Kept
 from .._tree.leaves import abbreviate_list, named_leaves
 from .._tree.missing import InputsErrors, warn_of_unused
 from .._tree.progress import show_progress
@@ -30,20 +35,14 @@ from .._tree.select import Where
 from .._types import Model, PyTree
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.base import with_array
-from ._collect import explain_unseen, is_weight, make_stats, multiply_mapped, observe_batches
+from ._collect import check_batch, check_observed, check_outputs, explain_unseen, is_weight, make_stats, multiply_mapped
 from ._dataflow import find_places, Place
 from ._observers import ObservedFunction, WeightObserver
+from ._walk import StagedProgram, Values, Weight, WeightStage
 
 
 # The damping of a Gram matrix, relative to the mean of its diagonal.
 _DAMPING = 0.01
-
-
-class _Stage(NamedTuple):
-    """Weights to quantize together, by index among the leaves; of a stack, one layer."""
-
-    indices: Sequence[int]
-    layer: int | None = None
 
 
 def quantize_sequentially(
@@ -60,6 +59,8 @@ def quantize_sequentially(
     after_each: Callable[[PyTree], object] | None = None,
     progress: bool = False,
     activations: ActivationsLike | None = None,
+    keep_dtype: DTypeLike | None = None,
+    keep_in: str | Path | None = None,
 ) -> Model:
     r"""Quantizes the weights of a model in the order in which it uses them.
 
@@ -70,8 +71,10 @@ def quantize_sequentially(
     value of an attention layer, take one step together. Layers that a `scan` runs are quantized one after the other.
     Weights that are looked up, or added, are quantized first, without statistics.
 
-    In each step, the quantized model and the float model run once over the data, as one program, compiled once. Only
-    the Gram matrices of one step, and its inputs in one batch, are in memory.
+    The quantized model and the float model run side by side. Each step computes only what lies between the step before
+    and its own weights, so that the time is that of one pass over the data; what follows the last weight is never
+    computed. Layers of equal shape share a compiled program. In memory are the Gram matrices of one step, one for all
+    weights with the same input, and for each batch what the next step needs of both models: about the inputs of a layer.
 
     !!! Example
 
@@ -97,6 +100,9 @@ def quantize_sequentially(
     - `progress`: whether to show a progress bar.
     - `activations`: as for [`eqquant.quantize_tree`][]. Codes are chosen for inputs in float, even if some weights of
         `model` quantize their inputs already.
+    - `keep_dtype`: the dtype of what is kept for each batch from step to step, such as `"bfloat16"`. By default it is kept
+        as it is.
+    - `keep_in`: a folder in which to keep it, in files that are deleted in the end. By default it is kept in memory.
 
     **Returns:**
 
@@ -109,21 +115,22 @@ def quantize_sequentially(
     """
     check_dtype(dtype)
     default = as_method(method)
-    data = list_batches(batches)
+    data, kept = list_batches(batches), Kept(keep_dtype, keep_in)
     if not 0 <= correction <= 1:
         raise ValueError(f"`correction` must be between 0 and 1. Got {correction}.")
     model, rewrap = _unwrap_activations(model)
     state = _State(model, decide(model, format, where, None, activations), dtype)
     reference_leaves = (
-        state.dense.copy() if float_model is None else _dequantize_leaves(_unwrap_activations(float_model)[0], model)
+        state.leaves.copy() if float_model is None else _find_leaves(_unwrap_activations(float_model)[0], model)
     )
     runner = _StageRunner(state, reference_leaves, multiply_mapped(as_apply(apply), model), data, correction)
     state.decisions = [_use_observed_axes(d, runner.axes.get(n)) for n, d in enumerate(state.decisions)]
     methods = _prepare_methods(state, runner, default)
-    lookups = [_Stage([n]) for n in state.owners if n not in runner.places]
-    stages = lookups + _order_stages(runner.places, runner.observers)
-    with show_progress("Quantizing", sum(len(stage.indices) for stage in stages), progress) as advance:
-        for stage in stages:
+    lookups = [WeightStage([n]) for n in state.owners if n not in runner.places]
+    observed = _order_stages(runner.places, runner.observers)
+    runner.cut(observed, kept)
+    with show_progress("Quantizing", sum(len(stage.indices) for stage in lookups + observed), progress) as advance:
+        for stage in lookups + observed:
             advance(0, _describe_stage(stage, state.decisions))
             if stage.indices[0] in runner.places:
                 runner.observe(stage)
@@ -151,29 +158,32 @@ def _unwrap_activations(model: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTre
 
 
 class _State:
-    """The leaves of a model: as quantized so far, and as dense arrays of the same values.
-
-    The dense arrays share one compiled program.
+    """The leaves of a model, quantized so far.
 
     - `first`: for each leaf to quantize, the index of the first leaf that is the same array, its owner.
     - `owners`: the indices of all owners.
-    - `unfinished`: the quantized layers of stacks that are not complete.
+    - `unfinished`: the quantized layers of stacks that are not complete, and the dense stack.
     """
 
     def __init__(self, model: PyTree, decisions: Sequence[Decision], dtype: DTypeLike | None) -> None:
         self.decisions, self.dtype = decisions, dtype
         self.treedef = jtu.tree_structure(model, is_leaf=is_quantized)
         self.leaves = [d.leaf.value for d in decisions]
-        self.dense = [x.dequantize() if is_quantized(x) else x for x in self.leaves]
         by_array: dict[int, int] = {}
         self.first = {n: by_array.setdefault(id(x), n) for n, x in enumerate(self.leaves) if decisions[n].format}
         self.owners = sorted(set(self.first.values()))
-        self.unfinished: dict[int, list[QuantizedArray]] = {}
+        self.unfinished: dict[int, tuple[list[QuantizedArray], Array]] = {}
 
     def build_model(self) -> PyTree:
         """Returns the model, quantized so far."""
         leaves = [add_activations(d, x) for d, x in zip(self.decisions, self.leaves, strict=True)]
         return jtu.tree_unflatten(self.treedef, leaves)
+
+    def read(self, n: int) -> Array:
+        """Returns a leaf as a dense array of the dtype that it had."""
+        owner = self.first.get(n, n)
+        dense = self.unfinished[owner][1] if owner in self.unfinished else _dequantize(self.leaves[n])
+        return dense.astype(self.decisions[n].leaf.value.dtype)
 
     def quantize(
         self, n: int, layer: int | None, method: AbstractMethod, observer: WeightObserver, correction: float | int
@@ -187,64 +197,105 @@ class _State:
         leaf = dataclasses.replace(decision.leaf, value=_correct_weight(x, decision.axes, means, correction))
         q = quantize_leaf(decision._replace(leaf=leaf), method, self.dtype)
         if layer is not None:
-            layers_done = self.unfinished.setdefault(n, [])
-            layers_done.append(q)
-            self.dense[n] = jnp.asarray(self.dense[n]).at[layer].set(q.dequantize().astype(x.dtype))
-            if len(layers_done) < len(stack):
+            layers, dense = self.unfinished.get(n, ([], jnp.asarray(stack)))
+            layers.append(q)
+            if len(layers) < len(stack):
+                self.unfinished[n] = layers, dense.at[layer].set(q.dequantize().astype(x.dtype))
                 return
-            q = jax.tree.map(lambda *layers: jnp.stack(layers), *self.unfinished.pop(n))
-        self.dense[n] = q.dequantize().astype(x.dtype)
+            del self.unfinished[n]
+            q = jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
         for other, owner in self.first.items():
             if owner == n:
-                self.leaves[other], self.dense[other] = q, self.dense[n]
+                self.leaves[other] = q
 
 
 class _StageRunner:
-    """Runs the float model and the partly quantized model, and observes inputs of weights.
+    """Runs the float model and the partly quantized model side by side, and observes inputs of weights.
 
     - `reference_leaves`: the leaves of the float model.
     - `observers`: the `WeightObserver` of each owner.
     - `places`: the place of each observed weight in the traced program; `axes`: the axis of its inputs.
+    - `compared`: the weights whose inputs are compared with those in the float model.
     """
 
     def __init__(
         self, state: _State, reference_leaves: list[PyTree], run: Apply, data: list[PyTree], correction: float | int
     ) -> None:
-        self.state, self.reference_leaves, self.data, self.correction = state, reference_leaves, data, correction
+        self.state, self.reference_leaves, self.data = state, reference_leaves, data
         leaves = {n: state.decisions[n].leaf for n in state.owners}
         self.observers = {
             n: WeightObserver(leaf.path, tuple(leaf.value.shape), 1.0, True, gated=True) for n, leaf in leaves.items()
         }
-        self.pairs = [(leaf, self.observers[n]) for n, leaf in leaves.items()]
         shared = [(state.decisions[n].leaf, self.observers[owner]) for n, owner in state.first.items()]
         self.observed = ObservedFunction(run, shared, is_weight)
-        found = find_places(self.observed.program(self._model(reference_leaves), data[0]))
+        for count, batch in enumerate(data):
+            check_batch(batch, count)
+        self.program = self._trace(data[0])
+        found = find_places(self.program)
         self.places: dict[int, Place] = {}
         self.axes: dict[int, tuple[int, ...]] = {}
         for n, observer in self.observers.items():
             if places := {axes: found[sums] for axes, sums in observer.by_axes.items() if sums in found}:
                 self.places[n] = min(places.values(), key=lambda place: place.level)
                 self.axes[n] = observer.axes if observer.axes in places else next(iter(places))
+        once = {n for n, place in self.places.items() if place.uses == 1}
+        self.compared = once if correction else set()
+        leaves_of = lambda owner: [n for n, first in state.first.items() if first == owner]
+        self.weights = {n: Weight(observer, leaves_of(n), n in once) for n, observer in self.observers.items()}
 
-    def _model(self, values: list[PyTree]) -> PyTree:
-        return jtu.tree_unflatten(self.state.treedef, values)
+    def _trace(self, batch: PyTree) -> ClosedJaxpr:
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x
+        program = self.observed.program(jtu.tree_unflatten(self.state.treedef, map(shape, self.state.leaves)), batch)
+        check_outputs(program.jaxpr.outvars)
+        return program
 
-    def observe(self, stage: _Stage) -> None:
+    def cut(self, stages: Sequence[WeightStage], kept: Kept) -> None:
+        """Cuts the program of each batch into one part for each stage."""
+        self.stages, self.kept, self.position = stages, kept, 0
+        arrays = [n for n, x in enumerate(self.state.leaves) if _is_array(x)]
+        programs: dict[Hashable, StagedProgram] = {}
+        compile_part = PartCompiler()
+        self.programs: list[StagedProgram] = []
+        for batch in self.data:
+            leaves, treedef = jtu.tree_flatten(batch)
+            key = treedef, tuple(jax.typeof(x) if eqx.is_array(x) else id(x) for x in leaves)
+            if key not in programs:
+                program, count = self._trace(batch) if programs else self.program, sum(map(eqx.is_array, leaves))
+                programs[key] = StagedProgram(program, arrays, count, self.weights, stages, compile_part)
+            self.programs.append(programs[key])
+
+    def observe(self, stage: WeightStage) -> None:
         """Collects the statistics of the weights of one stage, compared with the float model."""
         for n, observer in self.observers.items():
             every = range(math.prod(observer.stack))
             observer.select_layers(() if n not in stage.indices else every if stage.layer is None else (stage.layer,))
-        compared = [self.observers[n] for n in stage.indices if self.correction and self.places[n].uses == 1]
-        for count, batch in enumerate(self.data):
-            for values, recording in ((self.reference_leaves, True), (self.state.dense, False)):
-                for observer in compared:
-                    observer.compare(recording)
-                if compared or not recording:
-                    observe_batches(self.observed, self._model(values), [batch], self.pairs, count)
+        last, compared = self.stages.index(stage), self.compared.intersection(stage.indices)
+        pairs = [(self.state.decisions[n].leaf, self.observers[n]) for n in stage.indices]
+        read_leaf = {True: ft.cache(lambda n: _dequantize(self.reference_leaves[n])), False: ft.cache(self.state.read)}
+        for count, (batch, program) in enumerate(zip(self.data, self.programs, strict=True)):
+            arrays = list(filter(eqx.is_array, jtu.tree_leaves(batch)))
+            for is_reference in (True, False) if self.compared else (False,):
+                for n in compared:
+                    self.observers[n].compare(is_reference)
+                values = self.kept[count, is_reference] if self.position else {}
+                for number in range(self.position, last + 1):
+                    observed = () if number < last else compared if is_reference else stage.indices
+                    values = program.run(number, Values(read_leaf[is_reference], arrays, observed), values)
+                self.kept[count, is_reference] = values
+            check_observed(pairs, count)
+        self.position = 0 if any(program.stale[last] for program in self.programs) else last + 1
 
 
-def _dequantize_leaves(float_model: PyTree, model: PyTree) -> list[PyTree]:
-    """Returns the dense leaves of the float model. Raises if its structure differs."""
+def _is_array(x: object) -> bool:
+    return eqx.is_array(x) or is_quantized(x)
+
+
+def _dequantize(x: Array | QuantizedArray) -> Array:
+    return x.dequantize() if is_quantized(x) else jnp.asarray(x)
+
+
+def _find_leaves(float_model: PyTree, model: PyTree) -> list[PyTree]:
+    """Returns the leaves of the float model. Raises if its structure differs."""
     leaves, before = list(named_leaves(model)), list(named_leaves(float_model))
     shapes = lambda leaves: {leaf.path: getattr(leaf.value, "shape", None) for leaf in leaves}
     if shapes(leaves) != shapes(before):
@@ -253,7 +304,7 @@ def _dequantize_leaves(float_model: PyTree, model: PyTree) -> list[PyTree]:
             "`float_model` must be the model before it was quantized. Got one that differs at "
             f"{abbreviate_list(different or ['other leaves'])}."
         )
-    return [leaf.value.dequantize() if is_quantized(leaf.value) else leaf.value for leaf in before]
+    return [leaf.value for leaf in before]
 
 
 def _compute_means(observer: WeightObserver) -> dict[str, np.ndarray]:
@@ -285,7 +336,7 @@ def _solve_correction(rows: Array, gram: Array, cross: Array, correction: float 
     return rows.astype(jnp.float32) @ (jnp.eye(len(gram)) + correction * change)
 
 
-def _order_stages(places: Mapping[int, Place], observers: Mapping[int, WeightObserver]) -> list[_Stage]:
+def _order_stages(places: Mapping[int, Place], observers: Mapping[int, WeightObserver]) -> list[WeightStage]:
     """Returns the stages in order: one per level, and in a loop one per level of each layer."""
     # All layers of a loop are quantized at the level of the first product in it.
     loops = {n: place.loop if len(observers[n].stack) == 1 else None for n, place in places.items()}
@@ -298,11 +349,11 @@ def _order_stages(places: Mapping[int, Place], observers: Mapping[int, WeightObs
     stages = []
     for (_, loop, layers), indices in sorted(by_start.items(), key=lambda item: (item[0][0], item[1])):
         if loop is None:
-            stages.append(_Stage(indices))
+            stages.append(WeightStage(indices))
             continue
         levels = sorted({places[n].level for n in indices})
         for layer in range(layers):
-            stages.extend(_Stage([n for n in indices if places[n].level == level], layer) for level in levels)
+            stages.extend(WeightStage([n for n in indices if places[n].level == level], layer) for level in levels)
     return stages
 
 
@@ -346,7 +397,7 @@ def _select_layer(method: AbstractMethod, layer: int) -> AbstractMethod:
     return method.with_inputs(dataclasses.replace(stats, shape=stats.shape[1:], **arrays))
 
 
-def _describe_stage(stage: _Stage, decisions: Sequence[Decision]) -> str:
+def _describe_stage(stage: WeightStage, decisions: Sequence[Decision]) -> str:
     first, last = decisions[stage.indices[0]].leaf.path, decisions[stage.indices[-1]].leaf.path
     layer = "" if stage.layer is None else f", layer {stage.layer}"
     return (first if first == last else f"{first} to {last}") + layer

@@ -268,7 +268,7 @@ def make_stats(leaf: Leaf, observer: WeightObserver) -> LeafStats:
     if len(observed_axes) > 1:
         notes.append("also multiplied along its other axis, which is not counted")
     axes = observer.axes if observer.axes in observed_axes else observed_axes[0]
-    total, stack = observer.by_axes[axes].total, observer.stack_shape(axes)
+    total, stack = observer.by_axes[axes].total, observer.observed_stack(axes)
     rows = total["rows"]
     missed = int(np.sum(rows == 0))
     if missed:

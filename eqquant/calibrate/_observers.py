@@ -38,6 +38,7 @@ class Sums:
 
     - `reference_rows`: `None`, or for each layer the inputs in the reference model. While `recording`, rows are
         appended to it. After that, the products of these with the new rows are summed as `"cross"`.
+    - `layers`: those to sum over, in the order of `total`.
     - `calibrators`: one for each layer, which observes all values, or `None`. A callback must not call JAX, so rows
         wait in `pending` until `calibrate`.
     """
@@ -49,6 +50,7 @@ class Sums:
         self.reference_rows: dict[int, list[np.ndarray]] | None = None
         self.recording = False
         self.total: dict[str, np.ndarray] = {}
+        self.layers = range(num_layers)
         self._lock = threading.Lock()
 
     def __call__(self, index: Array | np.ndarray, moments: Moments) -> np.ndarray:
@@ -66,13 +68,15 @@ class Sums:
                 if self.reference_rows is not None:
                     moments = self._compare(layers, np.nan_to_num(values), moments)
             for name, value in moments.items():
-                value = np.asarray(value, np.float64)
+                value = np.asarray(value)
                 value = value.reshape(layers.size, *value.shape[index.ndim :])
                 combine, start = _COMBINE.get(name, (np.add, 0))
-                total = self.total.setdefault(name, np.full((self.num_layers, *value.shape[1:]), start, np.float64))
+                if name not in self.total:
+                    self.total[name] = np.full((len(self.layers), *value.shape[1:]), start, np.float64)
                 for layer, part in zip(layers, value, strict=True):
                     if layer >= 0:
-                        total[layer] = combine(total[layer], part)
+                        total = self.total[name][self.layers.index(layer), ...]
+                        combine(total, part, out=total)
         return index
 
     def calibrate(self) -> None:
@@ -88,7 +92,7 @@ class Sums:
         reference_rows = {} if self.reference_rows is None else self.reference_rows
         if self.recording:
             for layer, rows in zip(layers, values, strict=True):
-                reference_rows.setdefault(int(layer), []).append(rows.copy())
+                reference_rows.setdefault(int(layer), []).append(rows)
             return {}
         zeros = np.zeros((values.shape[-1], values.shape[-1]), np.float32)
         references = [reference_rows[n].pop(0) if n >= 0 and reference_rows.get(n) else None for n in map(int, layers)]
@@ -106,6 +110,7 @@ class WeightObserver:
     - `by_axes`: the sums for each combination of contracted axes, negative.
     - `stack_axes`: for each combination, the axes of a stack of layers, each with its own inputs.
     - `gated`: whether only the layers in `active` are observed.
+    - `layer`: the one layer of a stack to observe, as a weight of its own; `None` for all.
     - `looked_up`, `used`: whether rows of the weight were looked up, and whether it was used in another way.
     - `in_parts`: whether a product sums over a part of the inputs.
     """
@@ -123,6 +128,7 @@ class WeightObserver:
         self.calibrator, self.keep = calibrator, gated or calibrator is not None
         self.looked_up = self.used = self.in_parts = False
         self.active: Sequence[int] = ()
+        self.layer: int | None = None
         self.by_axes: dict[tuple[int, ...], Sums] = {}
         self.stack_axes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -153,11 +159,17 @@ class WeightObserver:
         """Returns the axes that a product contracts, counted from the end."""
         return tuple(axis - len(self.shape) for axis in product.inputs.axes)
 
-    def select_layers(self, layers: Sequence[int]) -> None:
-        """Drops all sums, and observes only these layers from now on."""
-        self.active = layers
+    def observed_stack(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the stack of layers whose statistics are collected."""
+        return self.stack_shape(axes) if self.layer is None else ()
+
+    def select(self, active: bool, layer: int | None = None) -> None:
+        """Drops all sums, and observes all layers from now on, one, or none."""
+        every = range(math.prod(self.stack))
+        self.layer, self.active = layer, (every if layer is None else every[layer : layer + 1]) if active else ()
         for sums in self.by_axes.values():
             sums.total, sums.reference_rows = {}, None
+            sums.layers = range(sums.num_layers) if layer is None else range(layer, layer + 1)
 
     def compare(self, recording: bool) -> None:
         """Records the next rows, or compares the next rows with the recorded ones."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools as ft
-import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from .._tree.batches import Apply, as_apply, list_batches
 from .._tree.config import ActivationsLike
 from .._tree.decide import decide, Decision, FormatRules
 from .._tree.kept import Kept
-from .._tree.leaves import abbreviate_list, named_leaves
+from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._tree.missing import InputsErrors, warn_of_unused
 from .._tree.progress import show_progress
 from .._tree.quantize import add_activations, quantize_leaf
@@ -135,10 +134,13 @@ def quantize_sequentially(
             if stage.indices[0] in runner.places:
                 runner.observe(stage)
             for n in stage.indices:
-                observer, own = runner.observers[n], methods[n]
+                leaf, observer, own = state.select(n, stage.layer), runner.observers[n], methods[n]
                 if own.lacks_inputs() and observer.active:
-                    own = own.with_inputs(share_inputs(make_stats(state.decisions[n].leaf, observer)))
-                state.quantize(n, stage.layer, own, observer, correction)
+                    own = own.with_inputs(share_inputs(make_stats(leaf, observer)))
+                elif stage.layer is not None:
+                    own = _select_layer(own, stage.layer)
+                value = _correct_weight(leaf.value, state.decisions[n].axes, _compute_means(observer), correction)
+                state.quantize(n, stage.layer, dataclasses.replace(leaf, value=value), own)
                 advance()
             if after_each is not None and not state.unfinished:
                 after_each(rewrap(state.build_model()))
@@ -185,28 +187,29 @@ class _State:
         dense = self.unfinished[owner][1] if owner in self.unfinished else _dequantize(self.leaves[n])
         return dense.astype(self.decisions[n].leaf.value.dtype)
 
-    def quantize(
-        self, n: int, layer: int | None, method: AbstractMethod, observer: WeightObserver, correction: float | int
-    ) -> None:
-        decision = self.decisions[n]
-        stack, means = decision.leaf.value, _compute_means(observer)
-        x = stack
+    def select(self, n: int, layer: int | None) -> Leaf:
+        """Returns a leaf to quantize, of a stack one layer."""
+        leaf = self.decisions[n].leaf
+        return leaf if layer is None else dataclasses.replace(leaf, value=leaf.value[layer])
+
+    def quantize(self, n: int, layer: int | None, leaf: Leaf, method: AbstractMethod) -> None:
+        """Quantizes a leaf to `leaf`, of a stack one layer."""
+        q, stack = quantize_leaf(self.decisions[n]._replace(leaf=leaf), method, self.dtype), self.leaves[n]
         if layer is not None:
-            x, method = stack[layer], _select_layer(method, layer)
-            means = {name: value[layer] for name, value in means.items()}
-        leaf = dataclasses.replace(decision.leaf, value=_correct_weight(x, decision.axes, means, correction))
-        q = quantize_leaf(decision._replace(leaf=leaf), method, self.dtype)
-        if layer is not None:
-            layers, dense = self.unfinished.get(n, ([], jnp.asarray(stack)))
+            layers, dense = self.unfinished.pop(n, ([], jnp.array(stack)))
             layers.append(q)
             if len(layers) < len(stack):
-                self.unfinished[n] = layers, dense.at[layer].set(q.dequantize().astype(x.dtype))
+                self.unfinished[n] = layers, _set_layer(dense, layer, q.dequantize())
                 return
-            del self.unfinished[n]
             q = jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
         for other, owner in self.first.items():
             if owner == n:
                 self.leaves[other] = q
+
+
+@ft.partial(jax.jit, donate_argnums=0)
+def _set_layer(stack: Array, layer: int | Array, value: Array) -> Array:
+    return stack.at[layer].set(value.astype(stack.dtype))
 
 
 class _StageRunner:
@@ -267,8 +270,7 @@ class _StageRunner:
     def observe(self, stage: WeightStage) -> None:
         """Collects the statistics of the weights of one stage, compared with the float model."""
         for n, observer in self.observers.items():
-            every = range(math.prod(observer.stack))
-            observer.select_layers(() if n not in stage.indices else every if stage.layer is None else (stage.layer,))
+            observer.select(n in stage.indices, stage.layer)
         last, compared = self.stages.index(stage), self.compared.intersection(stage.indices)
         pairs = [(self.state.decisions[n].leaf, self.observers[n]) for n in stage.indices]
         read_leaf = {True: ft.cache(lambda n: _dequantize(self.reference_leaves[n])), False: ft.cache(self.state.read)}
@@ -309,11 +311,12 @@ def _find_leaves(float_model: PyTree, model: PyTree) -> list[PyTree]:
 
 def _compute_means(observer: WeightObserver) -> dict[str, np.ndarray]:
     """Returns mean $x x^T$ of the inputs, and of reference inputs with inputs, if compared."""
-    total = next((sums.total for sums in observer.by_axes.values() if "cross" in sums.total), None)
-    if total is None:
+    found = next(((axes, sums.total) for axes, sums in observer.by_axes.items() if "cross" in sums.total), None)
+    if found is None:
         return {}
+    stack, total = observer.observed_stack(found[0]), found[1]
     rows = np.maximum(total["rows"], 1)[:, None, None]
-    return {name: (total[name] / rows).reshape(*observer.stack, *total[name].shape[1:]) for name in ("gram", "cross")}
+    return {name: (total[name] / rows).reshape(*stack, *total[name].shape[1:]) for name in ("gram", "cross")}
 
 
 def _correct_weight(x: Array, axes: tuple[int, ...], means: Mapping[str, np.ndarray], correction: float | int) -> Array:
@@ -332,7 +335,7 @@ def _solve_correction(rows: Array, gram: Array, cross: Array, correction: float 
     mean = jnp.mean(jnp.diagonal(gram))
     scale = jnp.where(mean > 0, mean, 1)
     damped = gram / scale + _DAMPING * jnp.eye(len(gram))
-    change = jax.scipy.linalg.solve(damped, (cross - gram).T / scale, assume_a="pos").T
+    change = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(damped), (cross - gram).T / scale).T
     return rows.astype(jnp.float32) @ (jnp.eye(len(gram)) + correction * change)
 
 

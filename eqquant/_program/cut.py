@@ -70,6 +70,7 @@ class FlatProgram:
         self.constants: dict[int, Array] = {}
         self.avals: list[Any] = []
         self._sources: dict[int, int] = {}
+        self._computed: dict[Hashable, Sequence[int]] = {}
         jaxpr, consts = _compat.open_jaxpr(program)
         self.inputs = [self._name(var.aval) for var in jaxpr.invars]
         self.varying = set(filter(is_data, self.inputs))
@@ -119,13 +120,16 @@ class FlatProgram:
         if equation.primitive is self._mark:
             self.marks.append(Node(equation, inputs, [], turn))
             return inputs[1:2]
-        node = Node(equation, inputs, [self._name(var.aval) for var in equation.outvars], turn)
         is_varying = self.holds_marks(equation)
         scalars = all(getattr(var.aval, "shape", None) == () for var in equation.outvars)
-        if scalars and inputs and not (is_varying or equation.effects) and self.constants.keys() >= set(node.names):
+        known = all(isinstance(x, Literal) or x in self.constants for x in inputs)
+        if scalars and inputs and known and not (is_varying or equation.effects):
             # Such as the number of a layer: as part of a program, it would make another program of each layer.
-            self.constants.update(zip(node.outputs, _compute(equation, inputs, self.constants), strict=True))
-            return node.outputs
+            key = _describe_equation(equation, inputs)
+            if key not in self._computed:
+                self._computed[key] = list(map(self._name_constant, _compute(equation, inputs, self.constants)))
+            return self._computed[key]
+        node = Node(equation, inputs, [self._name(var.aval) for var in equation.outvars], turn)
         self._sources.update(dict.fromkeys(node.outputs, len(self.nodes)))
         self.nodes.append(node)
         if is_varying or not self.varying.isdisjoint(node.names):

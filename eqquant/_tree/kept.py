@@ -1,7 +1,9 @@
 """Arrays that wait for the next step of a walk through a model: in memory or in files, perhaps in fewer bits."""
 
 import itertools
+import shutil
 import tempfile
+import weakref
 from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +42,9 @@ class Kept:
         if folder is not None and not Path(folder).is_dir():
             raise ValueError(f"`keep_in` must be a folder. Got {str(folder)!r}, which is none. Make it first.")
         self._dtype = dtype
-        self._folder = None if folder is None else tempfile.TemporaryDirectory(prefix="eqquant-", dir=folder)
+        self._folder = None if folder is None else Path(tempfile.mkdtemp(prefix="eqquant-", dir=folder))
+        if self._folder is not None:
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._trees: dict[Hashable, PyTree] = {}
         self._numbers: dict[Hashable, int] = {}
 
@@ -54,7 +58,7 @@ class Kept:
             types = np.dtype(kept.dtype), np.dtype(x.dtype), x.shape
             if self._folder is None:
                 return _KeptArray(kept, *types)
-            path = Path(self._folder.name) / f"{number}-{next(count)}"
+            path = self._folder / f"{number}-{next(count)}"
             np.asarray(kept).tofile(path)
             return _KeptArray(path, *types)
 
@@ -63,6 +67,3 @@ class Kept:
     def __getitem__(self, key: Hashable) -> PyTree:
         is_kept = lambda x: isinstance(x, _KeptArray)
         return jtu.tree_map(lambda x: x.load() if is_kept(x) else x, self._trees[key], is_leaf=is_kept)
-
-    def __len__(self) -> int:
-        return len(self._trees)

@@ -70,10 +70,10 @@ def quantize_sequentially(
     value of an attention layer, take one step together. Layers that a `scan` runs are quantized one after the other.
     Weights that are looked up, or added, are quantized first, without statistics.
 
-    The quantized model and the float model run side by side. Each step computes only what lies between the step before
-    and its own weights, so that the time is that of one pass over the data; what follows the last weight is never
-    computed. Layers of equal shape share a compiled program. In memory are the Gram matrices of one step, one for all
-    weights with the same input, and for each batch what the next step needs of both models: about the inputs of a layer.
+    The quantized model and the float model run side by side, once: each step computes what lies between the step before
+    and its own weights, and what follows the last weight is never computed. Layers of equal shape share a compiled
+    program. In memory are the Gram matrices of one step, one for all weights with the same input, and what the next
+    step needs of both models for each batch, which is about the inputs of a layer.
 
     !!! Example
 
@@ -99,9 +99,8 @@ def quantize_sequentially(
     - `progress`: whether to show a progress bar.
     - `activations`: as for [`eqquant.quantize_tree`][]. Codes are chosen for inputs in float, even if some weights of
         `model` quantize their inputs already.
-    - `keep_dtype`: the dtype of what is kept for each batch from step to step, such as `"bfloat16"`. By default it is kept
-        as it is.
-    - `keep_in`: a folder in which to keep it, in files that are deleted in the end. By default it is kept in memory.
+    - `keep_dtype`: the dtype in which floats are kept for the next step, such as `"bfloat16"`. By default their own.
+    - `keep_in`: a folder in which to keep them, in files that are deleted in the end. By default they stay in memory.
 
     **Returns:**
 
@@ -109,7 +108,8 @@ def quantize_sequentially(
 
     **Raises:**
 
-    The errors of [`eqquant.quantize_tree`][] and [`eqquant.calibrate.collect_stats`][]. A weight that no product
+    The errors of [`eqquant.quantize_tree`][] and [`eqquant.calibrate.collect_stats`][], and `ValueError` if
+    `keep_dtype` is no floating-point dtype, or `keep_in` no folder. A weight that no product
     uses is quantized by the method without inputs, and a warning names it.
     """
     check_dtype(dtype)

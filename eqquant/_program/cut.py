@@ -148,7 +148,7 @@ class FlatProgram:
         return [*carry, *(self._call(_stack, None, *parts) for parts in zip(*ys, strict=True))]
 
     def _call(self, f: Callable[..., Array], turn: Turn, *operands: Operand) -> Operand:
-        avals = [x.aval if isinstance(x, Literal) else self.avals[x] for x in operands]
+        avals: list[Any] = [x.aval if isinstance(x, Literal) else self.avals[x] for x in operands]
         program = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
         return self._add(*_compat.open_jaxpr(program), operands, turn)[0]
 
@@ -233,17 +233,15 @@ class PartCompiler:
         inputs: dict[int, int] = {}
         steps: dict[Hashable, tuple[JaxprEqn, Sequence[Operand], Sequence[int]]] = {}
 
-        def number(operand: Operand) -> Operand:
-            if isinstance(operand, Literal):
-                return operand
-            name = equal.get(operand, operand)
+        def number(name: int) -> int:
+            name = equal.get(name, name)
             if name not in numbers:
                 inputs[name] = numbers[name] = next(count)
             return numbers[name]
 
         for n in part.nodes:
             node = program.nodes[n]
-            operands = [number(operand) for operand in node.inputs]
+            operands = [x if isinstance(x, Literal) else number(x) for x in node.inputs]
             is_alone = program.holds_marks(node.equation) or bool(node.equation.effects)
             key = _describe_equation(node.equation, operands), len(steps) if is_alone else None
             if key not in steps:

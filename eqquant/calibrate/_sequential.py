@@ -293,7 +293,7 @@ def _is_array(x: object) -> bool:
 
 
 def _dequantize(x: Array | QuantizedArray) -> Array:
-    return x.dequantize() if is_quantized(x) else jnp.asarray(x)
+    return x.dequantize() if isinstance(x, QuantizedArray) else jnp.asarray(x)
 
 
 def _find_leaves(float_model: PyTree, model: PyTree) -> list[PyTree]:

@@ -13,6 +13,7 @@ import pytest
 
 import eqquant as eqq
 from eqquant._training.distill import _relative_error, _TrainableFloats, _TrainableQuantized
+from eqquant._training.divergence import compare_logits
 
 from .helpers import assert_same, outputs, weights
 
@@ -194,3 +195,144 @@ def test_errors(setting):
             of(**{name: count})
     with pytest.raises(ValueError, match="must be finite at the start"):
         of(x=[jnp.full((4, 16), jnp.nan)] * 5)
+
+
+def test_blocks_run_once_and_what_is_kept_may_be_in_files(setting, tmp_path):
+    """A block that is not quantized, behind the last one that is, does not run."""
+    model, x, _ = setting
+    q = eqq.quantize_tree(model, {"layers.0.*": eqq.Int2(16), "*": None})
+    calls, found = [], []
+
+    def count(layer, x):
+        jax.debug.callback(lambda: calls.append(len(calls)))
+        return jax.vmap(layer)(x)
+
+    never = lambda layer, x: pytest.fail("must not run")
+    applies = [run_layer, count, never, never]
+    blocks = [(lambda m, n=n: m.layers[n], apply) for n, apply in enumerate(applies)]
+    run = lambda q, **options: eqq.distill_blocks(q, model, x, blocks, passes=1, progress=False, **options)
+    see = lambda m: found.append(sum(file.is_file() for file in tmp_path.rglob("*")))
+    first = run(q, after_each=see)
+    assert len(found) == 4 and not calls
+    jtu.tree_map(assert_same, *(eqx.filter(m, eqx.is_array) for m in (first, run(q, keep_in=tmp_path, after_each=see))))
+    assert found[4] == len(x) and not list(tmp_path.iterdir())
+    blocks[2:] = [(lambda m: m.layers[2], run_layer), (lambda m: m.layers[3], run_layer)]
+    run(eqq.quantize_tree(model, {"layers.3.*": eqq.Int2(16), "*": None}), keep_dtype="bfloat16")
+    jax.effects_barrier()
+    assert len(calls) == 2 * len(x)
+
+
+# Divergence of logits
+
+
+class Words(eqx.Module):
+    embedding: eqx.nn.Embedding
+    layer: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        a, b, c = jr.split(key, 3)
+        self.embedding, self.layer = eqx.nn.Embedding(40, 16, key=a), eqx.nn.Linear(16, 16, key=b)
+        self.head = eqx.nn.Linear(16, 40, key=c)
+
+    def hidden(self, word):
+        return jnp.tanh(self.layer(self.embedding(word)))
+
+    def __call__(self, word):
+        return self.head(4 * self.hidden(word))
+
+
+def logits_of(model, ids):
+    return jax.vmap(jax.vmap(model))(ids)
+
+
+def hidden_of(model, ids):
+    return jax.vmap(jax.vmap(model.hidden))(ids)
+
+
+def head_of(model, x):
+    return jax.vmap(model.head)(4 * x)
+
+
+@pytest.fixture(scope="module")
+def words():
+    model = Words(jr.key(0))
+    return eqq.quantize_tree(model, eqq.Int2(16)), model, list(jr.randint(jr.key(1), (5, 3, 100), 0, 40))
+
+
+def divergence(q, model, ids, temperature=1.0, top_k=None):
+    """By the formula, in float64."""
+    softmax = lambda z: np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    p, r = (softmax(np.asarray(logits_of(m, ids), np.float64).reshape(-1, 40) / temperature) for m in (model, q))
+    if top_k is not None:
+        best = np.argsort(-p, axis=-1)[:, :top_k]
+        p, r = (np.take_along_axis(x, best, -1) for x in (p, r))
+        p, r = (np.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in (p, r))
+    return temperature**2 * np.mean(np.sum(p * np.log(p / r), -1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0}, {"top_k": 5}, {"top_k": 5, "temperature": 0.5}])
+def test_the_divergence_of_logits(words, capsys, options):
+    """The loss is the formula; with a head in chunks of positions, some whole and one not, it is the same."""
+    q, model, data = words
+    expected = divergence(q, model, data[0], **options)
+    found = []
+    for apply in ({"apply": logits_of}, {"apply": hidden_of, "head": head_of}):
+        trained = eqq.distill(q, model, data, loss="kl", passes=2, **apply, **options)
+        found.append(trained)
+        lines = capsys.readouterr().out.splitlines()
+        start, end = float(lines[0].split()[3]), min(float(line.split()[-1]) for line in lines[1:])
+        assert start == pytest.approx(expected, rel=2e-3)
+        assert end < start and divergence(trained, model, data[0], **options) == pytest.approx(end, rel=2e-3)
+    scales = [jnp.concatenate([m.layer.weight.scale.ravel(), m.head.weight.scale.ravel()]) for m in found]
+    np.testing.assert_allclose(*scales, rtol=1e-3)
+
+
+def test_logits_of_a_chunk_at_a_time(words):
+    """No array of the loss or of its gradients holds the logits of all 300 positions."""
+    _, model, data = words
+    for top_k in (None, 3):
+        criterion = compare_logits(1.0, top_k, head_of)
+
+        def compute_loss(scale, model, ids, criterion=criterion):
+            changed = eqx.tree_at(lambda m: m.head.weight, model, scale * model.head.weight)
+            wanted = criterion.summarize(model, hidden_of(model, ids))
+            return criterion.loss(changed, hidden_of(changed, ids), model, wanted)
+
+        program = str(eqx.filter_make_jaxpr(jax.grad(compute_loss))(jnp.ones(()), model, data[0])[0])
+        assert "[256,40]" in program and "[300,40]" not in program and "[3,100,40]" not in program
+
+
+def test_a_float_model_that_runs_in_each_step_or_once(words):
+    """It runs in each step; with the best tokens alone once for each batch."""
+    q, model, data = words
+    runs, counts = [], []
+
+    def apply(model, ids):
+        jax.debug.callback(lambda: runs.append(None))
+        return logits_of(model, ids)
+
+    for options in ({}, {"top_k": 3}):
+        eqq.distill(q, model, data, apply=apply, loss="kl", passes=1, progress=False, **options)
+        jax.effects_barrier()
+        counts.append(len(runs))
+        runs.clear()
+    students = 4 + 2 * 1  # four batches to train on, and one held out, before and after
+    assert counts == [2 * students, students + 5]
+
+
+def test_errors_of_the_divergence(words):
+    q, model, data = words
+    run = lambda **options: eqq.distill(q, model, data, progress=False, **{"apply": logits_of, **options})
+    with pytest.raises(ValueError, match="`temperature` must be positive and finite. Got 0."):
+        run(loss="kl", temperature=0)
+    with pytest.raises(ValueError, match="`top_k` must be at least 1. Got 0."):
+        run(loss="kl", top_k=0)
+    with pytest.raises(ValueError, match="must come with `loss=.kl.`. Got another loss."):
+        run(top_k=3)
+    with pytest.raises(ValueError, match=r"must return one array of logits .* Got int32 \(3, 100\)."):
+        run(loss="kl", apply=lambda model, ids: ids)
+    nan = eqx.tree_at(lambda m: m.layer.bias, model, model.layer.bias.at[0].set(jnp.nan))
+    with pytest.raises(ValueError, match="The loss must be finite at the start. Got nan"):
+        eqq.distill(q, nan, data, apply=logits_of, loss="kl", progress=False)

@@ -1,4 +1,4 @@
-"""Cuts a traced program into parts that run one after the other, so that each value is computed once.
+"""Cuts a traced program into parts that run in turn, so that each value is computed once.
 
 Loops over layers are unrolled, so that a part may end within a layer. What depends on no data, such as the transpose of
 a weight or a table of positions, is not kept from one part to the next: each part that needs it computes it, from the
@@ -77,7 +77,7 @@ class FlatProgram:
         self._add(jaxpr, consts, self.inputs, None)
 
     def find_needed(self, names: Iterable[int], known: Collection[int] = ()) -> set[int]:
-        """Returns the indices of the nodes that compute values from arguments, constants and `known` values."""
+        """Returns the indices of the nodes that compute values from others: `known` or given."""
         needed: set[int] = set()
         remaining = list(names)
         while remaining:

@@ -1,7 +1,9 @@
 """Distillation: a short training of a quantized model to match its float model."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
@@ -9,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 from rich.console import Console
 
 from .._array.array import is_quantized, QuantizedArray
@@ -21,9 +23,11 @@ from .._numerics.axes import as_axes, logical_order
 from .._numerics.blocks import dequantize_blocks
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .._tree.batches import Apply, as_apply
+from .._tree.kept import Kept
 from .._tree.leaves import abbreviate_list, float_leaves, Leaf, named_leaves, replace_leaves
 from .._tree.weights import place_reason
 from .._types import Model, PyTree
+from .divergence import compare_logits, Criterion
 
 
 if TYPE_CHECKING:
@@ -42,14 +46,17 @@ def distill(
     *,
     held_out: Iterable[PyTree] | None = None,
     apply: Apply | None = None,
-    loss: Loss | None = None,
+    loss: Loss | Literal["kl"] | None = None,
+    temperature: float | int = 1.0,
+    top_k: int | None = None,
+    head: Apply | None = None,
     train: Literal["scales", "codes"] = "scales",
     passes: int = 10,
     patience: int = 3,
     optimizer: "optax.GradientTransformation | None" = None,
     progress: bool = True,
 ) -> Model:
-    """Returns a quantized model, trained to match the outputs of the float model.
+    r"""Returns a quantized model, trained to match the outputs of the float model.
 
     Trains the scales of quantized arrays, biases and the parameters of normalization layers; with `train="codes"` the
     codes too, which start at their values and may move by one level or more. Other leaves stay unchanged. The result
@@ -63,9 +70,19 @@ def distill(
         ```python
         q = eqq.quantize_sequentially(model, batches, "int2", eqq.GPTQ())
         q = eqq.distill(q, model, batches)
+        q = eqq.distill(q, model, batches, apply=compute_logits, loss="kl", top_k=64)
         ```
 
+    **Language models.** `loss="kl"` is the divergence of the probabilities of the next token, from logits `(...,
+    vocabulary)`. The logits of all batches would not fit in memory, so the float model computes them again in each
+    step, for one batch at a time. With `top_k` it runs once, and only the most likely tokens of each position are kept.
+    With `head`, not even the logits of one batch are in memory: `apply` returns the inputs of the head, which are kept
+    for the float model, and `head` computes the logits of 256 positions at a time, and again for the gradients.
+
     ??? cite
+
+        Divergence with a temperature:
+        [Distilling the Knowledge in a Neural Network](https://arxiv.org/abs/1503.02531)
 
         Codes that are trained in units of their steps, from the nearest ones:
         [Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs](https://arxiv.org/abs/2309.05516)
@@ -73,12 +90,18 @@ def distill(
     **Arguments:**
 
     - `model`: the quantized model.
-    - `float_model`: the float model, of the same structure. Its outputs are computed once and kept.
+    - `float_model`: the float model, of the same structure. Its outputs are computed once and kept, but for
+        `loss="kl"`.
     - `batches`: a list of batches, each any pytree of arrays. Batches of the same shape share a compiled program.
     - `held_out`: batches to choose the best model by. By default every fifth of `batches`, which are not trained on.
     - `apply`: a function `(model, batch) -> outputs`. By default, `jax.vmap(model)(batch)`.
     - `loss`: a function `(outputs, wanted) -> scalar`. By default the squared error of all outputs, relative to the
-        square of the outputs of the float model.
+        square of the outputs of the float model. Or `"kl"`, the mean of $T^2 \sum_i p_i \log (p_i / q_i)$ over all
+        positions, with the probabilities $p$ of the float model and $q$ of the other.
+    - `temperature`: $T$, by which `"kl"` divides the logits.
+    - `top_k`: how many of the most likely tokens of the float model `"kl"` compares. All others count as one.
+    - `head`: for `"kl"`, a function `(model, x) -> logits` of inputs `(positions, features)`. Then `apply` returns the
+        inputs of the head, `(..., features)`.
     - `train`: `"scales"` or `"codes"`.
     - `passes`: the maximal number of passes over the data (epochs).
     - `patience`: how many passes without a better model to allow before stopping.
@@ -93,13 +116,24 @@ def distill(
     **Raises:**
 
     `ValueError` if `model` has no quantized arrays, if `float_model` has another structure, without enough batches,
-    `passes` or `patience`, or if the loss of the start is not finite.
+    `passes` or `patience`, if the loss of the start is not finite, for a `temperature` or `top_k` that is not positive,
+    or if these or `head` come with another loss than `"kl"`.
     """
+    if loss == "kl":
+        criterion = compare_logits(temperature, top_k, head)
+    else:
+        criterion = _compare_outputs(loss)
+        if (temperature, top_k, head) != (1, None, None):
+            raise ValueError('`temperature`, `top_k` and `head` must come with `loss="kl"`. Got another loss.')
     data = _split_data(model, float_model, batches, held_out, train)
-    trainer = _Trainer(apply, loss, optimizer, passes, patience, len(data.train))
-    pairs = _DataSplit(*([(x, trainer.outputs(float_model, x)) for x in side] for side in data))
+    trainer = _Trainer(apply, criterion, optimizer, passes, patience, len(data.train))
+    find_pair = lambda x: (x, trainer.summarize(float_model, trainer.outputs(float_model, x)))
+    compute = [_Pairs(len(side), lambda n, side=side: find_pair(side[n])) for side in data]
+    keep = lambda pairs: _Pairs(pairs.size, list(map(pairs.read, range(pairs.size))).__getitem__)
+    train_pairs, validation = map(keep, compute) if criterion.keeps else compute
     console = Console(quiet=not progress, soft_wrap=True)
-    return trainer.train(model, pairs, train == "codes", lambda text: console.print(f"distill: {text}"))
+    log = lambda text: console.print(f"distill: {text}")
+    return trainer.train(model, float_model, train_pairs, validation, train == "codes", log)
 
 
 def distill_blocks(
@@ -116,13 +150,15 @@ def distill_blocks(
     optimizer: "optax.GradientTransformation | None" = None,
     after_each: Callable[[PyTree], object] | None = None,
     progress: bool = True,
+    keep_dtype: DTypeLike | None = None,
+    keep_in: str | Path | None = None,
 ) -> Model:
     """Returns a quantized model, trained as by [`eqquant.distill`][], one block at a time.
 
     Each block learns to match the outputs of the same block of the float model, given the outputs of the trained blocks
     before it. Only one block is differentiated and trained at a time: that takes less memory than the whole model, and
-    the loss says more about the weights of the block. Blocks of the same structure and function share a compiled
-    program.
+    the loss says more about the weights of the block. Each block runs once over the data of either model, and those
+    after the last quantized one do not run. Blocks of the same structure and function share a compiled program.
 
     !!! Example
 
@@ -150,6 +186,8 @@ def distill_blocks(
     - `train`, `passes`, `patience`, `optimizer`: as for [`eqquant.distill`][], for each block.
     - `after_each`: a function that is called with the model after each block.
     - `progress`: whether to print the loss after each pass.
+    - `keep_dtype`, `keep_in`: how and where to keep the inputs and outputs of a block, as for
+        [`eqquant.quantize_sequentially`][].
 
     **Returns:**
 
@@ -157,30 +195,50 @@ def distill_blocks(
 
     **Raises:**
 
-    As [`eqquant.distill`][].
+    As [`eqquant.distill`][], and for `keep_dtype` and `keep_in` as [`eqquant.quantize_sequentially`][].
     """
-    data = _split_data(model, float_model, batches, held_out, train)
-    inputs, wanted = data, data
+    data, kept = _split_data(model, float_model, batches, held_out, train), Kept(keep_dtype, keep_in)
     trainers: dict[Apply, _Trainer] = {}
     console = Console(quiet=not progress, soft_wrap=True)
+    places = [(side, n) for side, batches in enumerate(data) for n in range(len(batches))]
+    is_trained = [any(is_quantized(leaf.value) for leaf in named_leaves(select(model))) for select, _ in blocks]
+    last = max((n for n, trained in enumerate(is_trained) if trained), default=-1)
+
+    def load(is_float: bool, side: int, n: int) -> PyTree:
+        return kept[is_float, side, n] if (is_float, side, n) in kept else data[side][n]
+
     for n, (select, apply) in enumerate(blocks):
+        part, float_part = select(model), select(float_model)
         if apply not in trainers:
-            trainers[apply] = _Trainer(apply, loss, optimizer, passes, patience, len(data.train))
-        trainer, part, float_part = trainers[apply], select(model), select(float_model)
-        wanted = _DataSplit(*([trainer.outputs(float_part, x) for x in side] for side in wanted))
-        if any(is_quantized(leaf.value) for leaf in named_leaves(part)):
-            pairs = _DataSplit(*(list(zip(x, y, strict=True)) for x, y in zip(inputs, wanted, strict=True)))
+            trainers[apply] = _Trainer(apply, _compare_outputs(loss), optimizer, passes, patience, len(data.train))
+        trainer = trainers[apply]
+        for place in places if n <= last else ():
+            kept[True, *place] = trainer.outputs(float_part, load(True, *place))
+        if is_trained[n]:
+            load_pair = lambda side, k: (load(False, side, k), load(True, side, k))
+            pairs, validation = (_Pairs(len(data[side]), ft.partial(load_pair, side)) for side in range(2))
             log = lambda text, n=n: console.print(f"distill: block {n + 1} of {len(blocks)}, {text}")
-            part = trainer.train(part, pairs, train == "codes", log)
+            part = trainer.train(part, float_part, pairs, validation, train == "codes", log)
             model = eqx.tree_at(select, model, part, is_leaf=is_quantized)
-        inputs = _DataSplit(*([trainer.outputs(part, x) for x in side] for side in inputs))
+        for place in places if n < last else ():
+            kept[False, *place] = trainer.outputs(part, load(False, *place))
         if after_each is not None:
             after_each(model)
     return model
 
 
+class _Pairs(NamedTuple):
+    """Batches, each with what is wanted of its outputs.
+
+    - `read`: returns a pair by index. It may compute or load it each time.
+    """
+
+    size: int
+    read: Callable[[int], tuple[PyTree, PyTree]]
+
+
 class _DataSplit(NamedTuple):
-    """Batches, or pairs of inputs and wanted outputs, split into training and validation."""
+    """Batches, split into training and validation."""
 
     train: Sequence[PyTree]
     validation: Sequence[PyTree]
@@ -192,7 +250,7 @@ class _Trainer:
     def __init__(
         self,
         apply: Apply | None,
-        loss: Loss | None,
+        criterion: Criterion,
         optimizer: "optax.GradientTransformation | None",
         passes: int,
         patience: int,
@@ -203,15 +261,18 @@ class _Trainer:
         for name, count in (("passes", passes), ("patience", patience)):
             if not count >= 1:
                 raise ValueError(f"`{name}` must be at least 1. Got {count}.")
-        run, loss_fn = as_apply(apply), loss or _relative_error
+        run = as_apply(apply)
         optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, passes * batches)) if optimizer is None else optimizer
         self._optimizer, self._passes, self._patience = optimizer, passes, patience
-        self.outputs = eqx.filter_jit(run)
+        self.outputs, self.summarize = eqx.filter_jit(run), eqx.filter_jit(criterion.summarize)
 
-        def compute_loss(changes: PyTree, trained: Sequence[PyTree], model: PyTree, *pair: PyTree) -> Array:
+        def compute_loss(
+            changes: PyTree, trained: Sequence[PyTree], model: PyTree, float_model: PyTree, *pair: PyTree
+        ) -> Array:
             batch, wanted = pair
             values = [None if part is None else part.value(c) for part, c in zip(trained, changes, strict=True)]
-            return loss_fn(run(_replace_trained(model, values), batch), wanted)
+            model = _replace_trained(model, values)
+            return criterion.loss(model, run(model, batch), float_model, wanted)
 
         def step(changes: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree, Array]:
             value, grads = eqx.filter_value_and_grad(compute_loss)(changes, *args)
@@ -221,13 +282,24 @@ class _Trainer:
 
         self._loss, self._step = eqx.filter_jit(compute_loss), eqx.filter_jit(step)
 
-    def train(self, model: PyTree, pairs: _DataSplit, codes: bool, log: Callable[[str], None]) -> PyTree:
+    def train(
+        self,
+        model: PyTree,
+        float_model: PyTree,
+        pairs: _Pairs,
+        held_out: _Pairs,
+        codes: bool,
+        log: Callable[[str], None],
+    ) -> PyTree:
         """Returns the best model, and logs the loss of each pass."""
         trained: list[PyTree] = [_make_trainable(leaf, codes) for leaf in named_leaves(model)]
         start: PyTree = [None if part is None else part.start() for part in trained]
 
+        def compute_loss(changes: PyTree, n: int) -> float:
+            return float(self._loss(changes, trained, model, float_model, *held_out.read(n)))
+
         def held_out_loss(changes: PyTree) -> float:
-            return float(np.mean([float(self._loss(changes, trained, model, *pair)) for pair in pairs.validation]))
+            return float(np.mean([compute_loss(changes, n) for n in range(held_out.size)]))
 
         changes, state = start, self._optimizer.init(start)
         best, best_loss, passes_since_best = start, held_out_loss(start), 0
@@ -237,13 +309,14 @@ class _Trainer:
         order = np.random.default_rng(0)
         for n in range(self._passes):
             total = 0.0
-            for index in order.permutation(len(pairs.train)):
-                changes, state, value = self._step(changes, state, trained, model, *pairs.train[index])
+            for index in order.permutation(pairs.size):
+                pair = pairs.read(int(index))
+                changes, state, value = self._step(changes, state, trained, model, float_model, *pair)
                 total += float(value)
             now, passes_since_best = held_out_loss(changes), passes_since_best + 1
             if now < best_loss:
                 best, best_loss, passes_since_best = changes, now, 0
-            log(f"pass {n + 1} of {self._passes}, loss {total / len(pairs.train):.4g}, held-out {now:.4g}")
+            log(f"pass {n + 1} of {self._passes}, loss {total / pairs.size:.4g}, held-out {now:.4g}")
             if passes_since_best >= self._patience:
                 break
         # Without an improvement, return the model itself, bit for bit.
@@ -362,6 +435,11 @@ def _make_trainable(leaf: Leaf, codes: bool) -> _TrainableFloats | _TrainableQua
     if eqx.is_inexact_array(x) and place_reason(leaf) is not None:
         return _TrainableFloats(x)
     return None
+
+
+def _compare_outputs(loss: Loss | None) -> Criterion:
+    compute = loss or _relative_error
+    return Criterion(lambda _, outputs, __, wanted: compute(outputs, wanted), lambda _, outputs: outputs, keeps=True)
 
 
 def _relative_error(outputs: PyTree, wanted: PyTree) -> Float[Array, ""]:

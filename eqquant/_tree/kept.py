@@ -1,4 +1,4 @@
-"""Arrays that wait for the next step of a walk through a model: in memory or in files, perhaps in fewer bits."""
+"""Arrays that wait for the next step: in memory or in files, perhaps in fewer bits."""
 
 import itertools
 import shutil
@@ -67,3 +67,6 @@ class Kept:
     def __getitem__(self, key: Hashable) -> PyTree:
         is_kept = lambda x: isinstance(x, _KeptArray)
         return jtu.tree_map(lambda x: x.load() if is_kept(x) else x, self._trees[key], is_leaf=is_kept)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._trees

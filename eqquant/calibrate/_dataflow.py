@@ -43,9 +43,9 @@ def find_records(equation: JaxprEqn) -> list[Record]:
 def flatten(
     program: ClosedJaxpr, is_data: Callable[[int], bool], indices: Mapping[int, Array]
 ) -> tuple[FlatProgram, list[int | None]]:
-    """Returns a program with its loops over layers unrolled, and for each of its marks the layer, if it is in a loop.
+    """Returns a program with its loops over layers unrolled, and the layer of each mark.
 
-    A loop is unrolled if each of its turns multiplies one layer of each observed weight, another one in each turn.
+    Marks are observed products; one outside of loops has no layer. A loop is unrolled if each of its turns multiplies one layer of each observed weight, another one in each turn.
 
     **Arguments:**
 

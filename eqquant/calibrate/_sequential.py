@@ -213,7 +213,7 @@ def _set_layer(stack: Array, layer: int | Array, value: Array) -> Array:
 
 
 class _StageRunner:
-    """Runs the float model and the partly quantized model side by side, and observes inputs of weights.
+    """Runs the float model and the quantized one side by side, and observes inputs.
 
     - `reference_leaves`: the leaves of the float model.
     - `observers`: the `WeightObserver` of each owner.

@@ -1,4 +1,4 @@
-"""Runs a program of observed products stage by stage, so that what comes before a stage is computed once."""
+"""Runs a program stage by stage, so that what comes before a stage is computed once."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from ._observers import Sums, WeightObserver
 
 
 class WeightStage(NamedTuple):
-    """Weights to quantize together, by index among the leaves of a model; of a stack, one layer."""
+    """Weights to quantize together, by index of a leaf; of a stack, one layer."""
 
     indices: Sequence[int]
     layer: int | None = None
@@ -137,7 +137,7 @@ class StagedProgram:
         """Yields for each stage whether a part until then uses one of its weights."""
         flat, used = self._flat, set[tuple[int, Turn]]()
         layers = {
-            (self._owners[mark.equation.params["record"]], mark.turn): layer
+            (self._owners.get(mark.equation.params["record"]), mark.turn): layer
             for mark, layer in zip(flat.marks, self._layers, strict=True)
         }
         owners = {name: n for n, weight in self._weights.items() for name in self._names_of(weight)}

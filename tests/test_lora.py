@@ -457,3 +457,89 @@ def test_the_usual_loop_trains_only_factors(library, getkey):
     assert values[-1] < 0.9 * values[0]
     frozen = lambda m: eqx.partition(m, eqq.trainable_mask(m))[1]
     assert eqx.tree_equal(frozen(trained), frozen(model))
+
+
+# Factors that make up for the error of quantization
+
+
+def best_error(error, gram, rank):
+    """The least weighted error of a product of this rank, by singular values in float64."""
+    values, vectors = np.linalg.eigh(np.asarray(gram, np.float64))
+    root = vectors * np.sqrt(np.maximum(values, 0)) @ vectors.T
+    return np.sum(np.linalg.svd(np.asarray(error, np.float64) @ root, compute_uv=False)[rank:] ** 2)
+
+
+def weighted_error(error, gram):
+    error = np.asarray(error, np.float64)
+    return np.trace(error @ gram @ error.T)
+
+
+@pytest.mark.parametrize("shape", [(24, 10), (10, 24)])
+def test_factors_are_the_best_approximation_of_the_error(shape):
+    """By the formula, with the inputs of `w @ x` and of `x @ w`, with Gram matrices, mean squares or neither."""
+    w, rank = weights(jr.key(0), shape), 3
+    for axis, apply in ((-1, lambda m, x: x @ m["w"].T), (-2, lambda m, x: x @ m["w"])):
+        model = {"w": w}
+        q = eqq.quantize_tree(model, eqq.Int2(), axis=axis)
+        x = weights(jr.key(1), (40, shape[axis])) * jnp.logspace(-1, 1, shape[axis])[None]
+        for gram in (True, False):
+            stats = eqq.calibrate.collect_stats(model, [x], apply=apply, gram=gram)
+            adapted = eqq.loraify(q, rank, alpha=8, init=model, inputs=stats)["w"]
+            assert adapted.scaling == 8 / 3
+            moments = np.asarray(x, np.float64).T @ np.asarray(x, np.float64) / 40
+            moments = moments if gram else np.diag(np.diag(moments))
+            damped = moments / np.mean(np.diag(moments)) + 0.01 * np.eye(shape[axis])
+            left, error = w - adapted.dequantize(), w - q["w"].dequantize()
+            left, error = (left, error) if axis == -1 else (left.T, error.T)
+            assert weighted_error(left, damped) == pytest.approx(best_error(error, damped, rank), rel=1e-3)
+        plain = eqq.loraify(q, rank, init=model)["w"]
+        left = w - plain.dequantize()
+        assert jnp.sum(left**2) == pytest.approx(best_error(w - q["w"].dequantize(), np.eye(shape[1]), rank), rel=1e-3)
+
+
+@pytest.mark.long
+def test_factors_of_convolutions_stacks_and_wrapped_weights(getkey):
+    """Each layer of a stack, and each kernel as one matrix; all ranks together leave no error."""
+    conv, stack = eqx.nn.Conv2d(2, 6, 3, key=getkey()), {"w": weights(getkey(), (3, 8, 8))}
+    images, x = weights(getkey(), (4, 2, 8, 8)), weights(getkey(), (5, 3, 8))
+    apply = lambda m, x: jnp.einsum("bsi,soi->bso", x, m["w"])
+    for model, batch, run in ((conv, images, None), (stack, x, apply)):
+        stats = eqq.calibrate.collect_stats(model, [batch], apply=run, gram=True)
+        q = eqq.quantize_tree(model, "int2")
+        errors = []
+        for rank in (1, 4, 8):
+            adapted = eqq.loraify(q, rank, init=model, inputs=stats)
+            w, found = (jtu.tree_leaves(m)[0] for m in (model, eqq.merge_lora(adapted, dense=True)))
+            errors.append(float(jnp.mean((w - found) ** 2)))
+        assert errors[0] > errors[1] > errors[2] and errors[2] < 1e-9
+    model = mlp(getkey())
+    q = eqq.quantize_tree(model, "int2", activations="int8")
+    adapted = eqq.loraify(q, 40, init=model)
+    found = [
+        x.dequantize()
+        for x in jtu.tree_leaves(adapted, is_leaf=lambda x: isinstance(x, eqq.arrays.LoraArray))
+        if isinstance(x, eqq.arrays.LoraArray)
+    ]
+    for w, layer in zip(found, model.layers, strict=True):
+        assert_close(w, layer.weight, 1e-5)
+
+
+def test_errors_of_factors_for_the_error(getkey):
+    model = mlp(getkey())
+    q, x = eqq.quantize_tree(model, "int4"), weights(getkey(), (30, 20))
+    stats = eqq.calibrate.collect_stats(model, [x])
+    with pytest.raises(ValueError, match="needs a `key`, or the float model as `init`. Got neither"):
+        eqq.loraify(q, 2)
+    with pytest.raises(ValueError, match="`alpha` must not be 0"):
+        eqq.loraify(q, 2, 0, init=model)
+    with pytest.raises(ValueError, match=r"Got one of shape \(40, 10\) for layers.0.weight of shape \(40, 20\)"):
+        eqq.loraify(q, 2, init=eqx.nn.MLP(10, 3, 40, 2, key=getkey()))
+    with pytest.raises(ValueError, match="Got none for layers.0.weight"):
+        eqq.loraify(q, 2, init=[model])
+    with pytest.raises(ValueError, match="statistics of other values of layers.0.weight"):
+        eqq.loraify(q, 2, init=mlp(getkey()), inputs=stats)
+    with pytest.raises(ValueError, match="Got none for layers.1.weight"):
+        only = eqq.calibrate.collect_stats(model, [x], where=lambda m: m.layers[0].weight)
+        eqq.loraify(q, 2, init=model, inputs=only)
+    with pytest.raises(ValueError, match="layers.0.weight"):
+        eqq.loraify(q, 2, init=eqx.tree_at(lambda m: m.layers[0].weight, model, jnp.full((40, 20), jnp.nan)))

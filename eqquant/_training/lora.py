@@ -18,8 +18,9 @@ from .._array.quantize import requantize_like
 from .._errors import suggest_keywords
 from .._mesh import full_spec, place
 from .._methods.names import as_method, MethodLike
+from .._methods.statistics import LeafStats
 from .._numerics.axes import as_axes
-from .._tree.leaves import identity_key, Leaf
+from .._tree.leaves import float_leaves, identity_key, Leaf
 from .._tree.placement import current_sharding
 from .._tree.select import (
     check_rules,
@@ -39,6 +40,7 @@ from .._wrappers.base import AbstractWrapper
 from .._wrappers.lora import LoraArray
 from .._wrappers.low_precision import LowPrecisionArray
 from .._wrappers.simulated import FakeQuantizedArray
+from .compensate import find_factors
 
 
 # The key type of `Mapping` is invariant, so the union needs each kind of key.
@@ -65,7 +67,9 @@ def loraify(
     alpha: float | int = 16,
     *,
     where: Where | None = None,
-    key: PRNGKeyArray,
+    key: PRNGKeyArray | None = None,
+    init: PyTree | None = None,
+    inputs: Mapping[str, LeafStats] | None = None,
 ) -> Model:
     r"""Returns a model with trainable low-rank factors (LoRA) beside frozen weights.
 
@@ -91,9 +95,23 @@ def loraify(
         model = eqq.loraify(model, {"*.attention.*": 16, "head": None, "*": 8}, key=key)
         ```
 
+    With `init`, the float model, the factors need no training: $\frac{\alpha}{r} B A$ starts as the best approximation
+    of what quantizing lost, with statistics of the inputs as the best one for the outputs of each weight.
+
+    !!! Example
+
+        ```python
+        stats = eqq.calibrate.collect_stats(float_model, batches, gram=True)
+        q = eqq.quantize_tree(float_model, "int3", method=eqq.GPTQ(stats))
+        q = eqq.loraify(q, rank=32, init=float_model, inputs=stats)
+        ```
+
     ??? cite
 
         [QLoRA: Efficient Finetuning of Quantized LLMs](https://arxiv.org/abs/2305.14314)
+
+        Errors of quantization, weighted by inputs: [LQER](https://arxiv.org/abs/2402.02446),
+        [EoRA](https://arxiv.org/abs/2410.21271)
 
     **Arguments:**
 
@@ -106,7 +124,11 @@ def loraify(
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By
         default, every quantized array; or, if the model has none, every weight that [`eqquant.quantize_tree`][] would
         quantize. Skips embeddings, unless `where` selects the leaf.
-    - `key`: initializes $A$.
+    - `key`: initializes $A$. Not needed with `init`.
+    - `init`: a model with other values of the same weights, such as the float model. The factors make up for the
+        difference.
+    - `inputs`: for `init`, the result of [`eqquant.calibrate.collect_stats`][]: errors count by the Gram matrix of the
+        inputs, or without `gram=True` by their mean squares. By default all inputs count alike.
 
     **Returns:**
 
@@ -115,7 +137,8 @@ def loraify(
 
     **Raises:**
 
-    `ValueError` if nothing is selected, if a rank is not a whole number of at least 1, or if a pattern matches nothing;
+    `ValueError` if nothing is selected, if a rank is not a whole number of at least 1, if a pattern matches nothing,
+    without `key` and `init`, if `init` lacks a weight, or if `inputs` are of another weight;
     `TypeError` if `where` selects an array that is not floating point, has fewer than two dimensions, is simulated, or
     already has factors. The message names the leaf.
     """
@@ -130,8 +153,19 @@ def loraify(
     )
     selections, ranks = _choose_ranks(rank, selections)
     check_selected(selections, "weights that can have factors")
-    keys = {leaf.path: k for (leaf, _), k in zip(selections, jr.split(key, len(selections)), strict=True)}
-    add_factors = lambda leaf: _add_factors(leaf, ranks[leaf.path], alpha, keys[leaf.path])
+    if init is not None:
+        if alpha == 0:
+            raise ValueError("`alpha` must not be 0 with `init`. Got 0, which would take the factors away.")
+        weights = float_leaves(init)
+        find = lambda leaf, rank, in_ndim: find_factors(leaf, weights, inputs, rank, in_ndim, alpha / ranks[leaf.path])
+    elif key is not None:
+        keys = {leaf.path: k for (leaf, _), k in zip(selections, jr.split(key, len(selections)), strict=True)}
+        find = lambda leaf, rank, in_ndim: _draw_factors(leaf, rank, in_ndim, keys[leaf.path])
+    else:
+        raise ValueError(
+            "`loraify` needs a `key`, or the float model as `init`. Got neither. Pass `key=jax.random.key(0)`."
+        )
+    add_factors = lambda leaf: _add_factors(leaf, ranks[leaf.path], alpha, find)
     group_key = lambda leaf: (identity_key(leaf.value), convolved_axes(leaf))
     return replace_selected(model, selections, add_factors, is_leaf, group_key)
 
@@ -265,20 +299,32 @@ def _ineligible_reason(leaf: Leaf) -> str | None:
     return part_reason(leaf, AbstractWrapper) or no_matrix_reason(leaf.value)
 
 
-def _add_factors(leaf: Leaf, rank: int, alpha: float | int, key: PRNGKeyArray) -> LoraArray:
+def _draw_factors(leaf: Leaf, rank: int, in_ndim: int, key: PRNGKeyArray) -> tuple[Array, Array]:
+    """Returns `b` of zeros and a random `a`."""
+    *batch, out = leaf.value.shape[: leaf.value.ndim - in_ndim]
+    inputs = leaf.value.shape[leaf.value.ndim - in_ndim :]
+    bound = 1 / math.sqrt(math.prod(inputs))
+    a = jr.uniform(key, (*batch, rank, *inputs), jnp.float32, -bound, bound)
+    return jnp.zeros((*batch, out, rank), jnp.float32), a
+
+
+def _add_factors(
+    leaf: Leaf, rank: int, alpha: float | int, find: Callable[[Leaf, int, int], tuple[Array, Array]]
+) -> LoraArray:
+    """Adds the factors that `find` returns for a leaf, a rank and the number of axes of the inputs."""
     w = leaf.value
     # The input axes of the layer, several for a convolution, whichever axes blocks run along.
     in_ndim = len(convolved_axes(leaf) or (-1,))
-    *batch, out = w.shape[: w.ndim - in_ndim]
-    inputs = w.shape[w.ndim - in_ndim :]
-    leaf_rank = min(rank, out, math.prod(inputs))
-    bound = 1 / math.sqrt(math.prod(inputs))
-    a = jr.uniform(key, (*batch, leaf_rank, *inputs), jnp.float32, -bound, bound)
-    b = jnp.zeros((*batch, out, leaf_rank), jnp.float32)
+    ahead = w.ndim - in_ndim - 1
+    leaf_rank = min(rank, w.shape[ahead], math.prod(w.shape[ahead + 1 :]))
+    b, a = find(leaf, leaf_rank, in_ndim)
     if (sharding := current_sharding(w)) is not None:
         # Each factor is sharded like its side of the weight.
         entries = full_spec(sharding, w.ndim).spec
-        batch_entries, out_entry, in_entries = entries[: len(batch)], entries[len(batch)], entries[len(batch) + 1 :]
         on_mesh = lambda *entries: NamedSharding(sharding.mesh, PartitionSpec(*entries))
-        a, b = place((a, b), (on_mesh(*batch_entries, None, *in_entries), on_mesh(*batch_entries, out_entry, None)))
+        in_sharding, out_sharding = (
+            on_mesh(*entries[:ahead], None, *entries[ahead + 1 :]),
+            on_mesh(*entries[: ahead + 1], None),
+        )
+        a, b = place((a, b), (in_sharding, out_sharding))
     return LoraArray(w, a, b, float(alpha * leaf_rank / rank), in_ndim)  # the scale stays `alpha / rank`

@@ -45,7 +45,8 @@ def flatten(
 ) -> tuple[FlatProgram, list[int | None]]:
     """Returns a program with its loops over layers unrolled, and the layer of each mark.
 
-    Marks are observed products; one outside of loops has no layer. A loop is unrolled if each of its turns multiplies one layer of each observed weight, another one in each turn.
+    Marks are observed products; one outside of loops has no layer. A loop is unrolled if each of its turns multiplies
+    one layer of each observed weight, another one in each turn.
 
     **Arguments:**
 

@@ -30,7 +30,7 @@ def find_factors(
     in_ndim: int,
     scale: float,
 ) -> tuple[Float32[Array, "*batch out rank"], Float32[Array, "..."]]:
-    """Returns `b` and `a`, whose scaled product is nearest to what a weight of the float model has more.
+    """Returns `b` and `a`, whose scaled product is nearest to the error of a weight.
 
     **Arguments:**
 
@@ -66,7 +66,7 @@ def find_factors(
 def _find_gram(
     path: str, w: PyTree, inputs: Mapping[str, LeafStats], in_ndim: int
 ) -> tuple[Float32[Array, "*stack features features"] | None, bool]:
-    """Returns the Gram matrix of the inputs of a weight, and whether they lie along its rows, as in `x @ w`.
+    """Returns the Gram matrix of the inputs of a weight, and whether it is for `x @ w`.
 
     It is diagonal if only the mean squares are known, and `None` for a weight without inputs.
     """
@@ -98,7 +98,7 @@ def _find_gram(
 def _approximate(
     error: Float32[Array, "rows columns"], gram: Float32[Array, "columns columns"], rank: int
 ) -> tuple[Float32[Array, "rows rank"], Float32[Array, "rank columns"]]:
-    r"""Returns two factors, whose product $P$ has the least $\operatorname{tr}\, (E - P)\, G\, (E - P)^T$."""
+    r"""Returns factors, whose product $P$ has the least $\operatorname{tr} (E - P) G (E - P)^T$."""
     rows, columns = error.shape
     mean = jnp.mean(jnp.diagonal(gram))
     damped = gram / jnp.where(mean == 0, 1, mean) + _DAMPING * jnp.eye(columns)

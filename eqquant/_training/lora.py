@@ -311,7 +311,7 @@ def _draw_factors(leaf: Leaf, rank: int, in_ndim: int, key: PRNGKeyArray) -> tup
 def _add_factors(
     leaf: Leaf, rank: int, alpha: float | int, find: Callable[[Leaf, int, int], tuple[Array, Array]]
 ) -> LoraArray:
-    """Adds the factors that `find` returns for a leaf, a rank and the number of axes of the inputs."""
+    """Adds the factors that `find` returns for a leaf, a rank and a number of input axes."""
     w = leaf.value
     # The input axes of the layer, several for a convolution, whichever axes blocks run along.
     in_ndim = len(convolved_axes(leaf) or (-1,))

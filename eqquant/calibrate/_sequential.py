@@ -184,8 +184,12 @@ class _State:
     def read(self, n: int) -> Array:
         """Returns a leaf as a dense array of the dtype that it had."""
         owner = self.first.get(n, n)
-        dense = self.unfinished[owner][1] if owner in self.unfinished else _dequantize(self.leaves[n])
-        return dense.astype(self.decisions[n].leaf.value.dtype)
+        return self.unfinished[owner][1] if owner in self.unfinished else self.dequantize(n, self.leaves[n])
+
+    def dequantize(self, n: int, x: Array | QuantizedArray) -> Array:
+        """Returns another value of a leaf as a dense array of the dtype that it had."""
+        dense, dtype = x.dequantize() if isinstance(x, QuantizedArray) else x, self.decisions[n].leaf.value.dtype
+        return dense if dense.dtype == dtype else dense.astype(dtype)
 
     def select(self, n: int, layer: int | None) -> Leaf:
         """Returns a leaf to quantize, of a stack one layer."""
@@ -273,7 +277,8 @@ class _StageRunner:
             observer.select(n in stage.indices, stage.layer)
         last, compared = self.stages.index(stage), self.compared.intersection(stage.indices)
         pairs = [(self.state.decisions[n].leaf, self.observers[n]) for n in stage.indices]
-        read_leaf = {True: ft.cache(lambda n: _dequantize(self.reference_leaves[n])), False: ft.cache(self.state.read)}
+        read_reference = ft.cache(lambda n: self.state.dequantize(n, self.reference_leaves[n]))
+        read_leaf = {True: read_reference, False: ft.cache(self.state.read)}
         for count, (batch, program) in enumerate(zip(self.data, self.programs, strict=True)):
             arrays = list(filter(eqx.is_array, jtu.tree_leaves(batch)))
             for is_reference in (True, False) if self.compared else (False,):
@@ -290,10 +295,6 @@ class _StageRunner:
 
 def _is_array(x: object) -> bool:
     return eqx.is_array(x) or is_quantized(x)
-
-
-def _dequantize(x: Array | QuantizedArray) -> Array:
-    return x.dequantize() if isinstance(x, QuantizedArray) else jnp.asarray(x)
 
 
 def _find_leaves(float_model: PyTree, model: PyTree) -> list[PyTree]:

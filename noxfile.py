@@ -53,6 +53,7 @@ EXAMPLES = [
     "quantized_activations.py",
     "train_bytes.py",
     "sharded_transformer.py",
+    "llama/quantize.py",
     "llama/generate.py",
     "llama/evaluate.py",
     "llama/train.py",

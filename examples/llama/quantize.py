@@ -1,0 +1,174 @@
+"""Quantize a language model with a text to calibrate on, layer by layer, and train it on the logits of the float model.
+
+python quantize.py MODEL TEXT small.gguf                              # GPTQ to Q4_K
+python quantize.py MODEL TEXT small.gguf --format q3_k --embedding q6_k --distill 2
+python quantize.py MODEL TEXT small.safetensors --format int3 --saved half.safetensors    # goes on if it was stopped
+
+MODEL is a folder with config.json and safetensors, or a .gguf file, packed or not. A .gguf file keeps all metadata of
+its source, for llama.cpp; a .safetensors file is for `eqq.load`. Measure both with evaluate.py.
+"""
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from command import errors_as_sentences, show_size
+from evaluate import chunks_of
+from export import fit_to_gguf, metadata_of, write_gguf
+from jaxtyping import Array, Float, Int
+from llama import Cache, Llama, load
+from rich.console import Console
+from tokenization import open_text
+
+import eqquant as eqq
+
+
+METHODS = {"gptq": eqq.GPTQ(), "learned": eqq.LearnedRounding(), "mse": eqq.MSE()}
+SECONDS = 60.0  # between two saved models
+
+
+def compute_hidden(model: Llama, ids: Int[Array, "batch length"]) -> Float[Array, "batch length hidden"]:
+    batch, length = ids.shape
+    return model.hidden(ids, Cache.empty(model.config, batch, length, model.norm.weight.dtype))[0]
+
+
+def compute_logits(model: Llama, ids: Int[Array, "batch length"]) -> Float[Array, "batch length vocabulary"]:
+    return model.logits(compute_hidden(model, ids))
+
+
+def compute_head(model: Llama, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens vocabulary"]:
+    return model.logits(x[None])[0]
+
+
+def choose_rules(model: Llama, format: str, embedding: str) -> dict[str, str]:
+    """Formats of the embedding and of the head, and of all other weights."""
+    heads = {} if model.head is None else {"head.*": embedding}
+    return {"embedding.*": embedding, **heads, "*": format}
+
+
+def quantize(
+    model: Llama,
+    windows: Int[np.ndarray, "windows length"],
+    rules: Mapping[str, Any],
+    method: str = "gptq",
+    *,
+    distill: int = 0,
+    saved: Path | None = None,
+    show: bool = True,
+) -> Llama:
+    """Quantizes a float model layer by layer. `distill`: passes over the windows. `saved`: where to go on from."""
+    batches = [jnp.asarray(row[None]) for row in windows]
+    q = model if saved is None or not saved.exists() else eqq.load(saved, model)
+    wanted = [row.path for row in eqq.plan_tree(model, rules).leaves if row.format is not None]
+    last = time.monotonic()
+
+    def save(q: Llama) -> None:
+        nonlocal last
+        if saved is not None and time.monotonic() - last > SECONDS:
+            eqq.save(saved, q)
+            last = time.monotonic()
+
+    if len(wanted) > sum(row.format is not None for row in eqq.summary(q).leaves):
+        q = eqq.quantize_sequentially(
+            q,
+            batches,
+            rules,
+            METHODS[method],
+            apply=compute_logits,
+            float_model=model,
+            after_each=save,
+            progress=show,
+            keep_dtype="bfloat16",
+        )
+    if saved is not None:
+        eqq.save(saved, q)
+    if distill:
+        q = eqq.distill(
+            q, model, batches, loss="kl", apply=compute_hidden, head=compute_head, passes=distill, progress=show
+        )
+    return q
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", nargs="?", help="a folder with config.json and safetensors, or a .gguf file")
+    add("text", nargs="?", type=Path, help="a text file to calibrate on")
+    add("out", nargs="?", type=Path, help="a .gguf file, or a .safetensors file")
+    add("--format", default="q4_k", help="of the weights (default q4_k)")
+    add("--embedding", default="q6_k", help="of the embedding and of the head (default q6_k)")
+    add("--method", default="gptq", choices=METHODS, help="how codes are found (default gptq)")
+    add("--windows", type=int, default=16, help="how many windows of text (default 16)")
+    add("--context", type=int, default=512, help="tokens of a window (default 512)")
+    add("--distill", type=int, default=0, metavar="PASSES", help="trains scales and norms on the logits (default 0)")
+    add("--saved", type=Path, help="a file that holds the model while it is quantized, to go on from")
+    add("--tokenizer", type=Path, help="a tokenizer.json; by default the one in the GGUF file, or beside the model")
+    add("--smoke", action="store_true", help="tries everything on a tiny random model")
+    options = parser.parse_intermixed_args(arguments)
+    if options.smoke:
+        return smoke()
+    with errors_as_sentences():
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.model is None or options.text is None or options.out is None:
+        raise ValueError("MODEL, TEXT and OUT must be a model, a text file and the file to write. Got fewer.")
+    if options.out.suffix not in (".gguf", ".safetensors"):
+        raise ValueError(f"OUT must end in .gguf or .safetensors. Got {options.out}.")
+    for name, least in (("windows", 1), ("distill", 0)):
+        if (given := getattr(options, name)) < least:
+            raise ValueError(f"`--{name}` must be at least {least}. Got {given}.")
+    if options.distill and options.windows < 2:
+        raise ValueError("`--distill` needs two windows at least, since it chooses by some of them. Got 1.")
+    console = Console(stderr=True, soft_wrap=True)
+    checkpoint = eqq.io.open(options.model)
+    model = eqq.dequantize_tree(load(checkpoint))
+    text = open_text(checkpoint, model.config.vocabulary, options.tokenizer)
+    windows = chunks_of(text, options.text.read_text(encoding="utf-8"), options.context, options.windows)
+    rules = choose_rules(model, options.format, options.embedding)
+    if options.out.suffix == ".gguf":
+        rules, changes = fit_to_gguf(model, rules)
+        for change in changes:
+            console.print(change)
+    q = quantize(model, windows, rules, options.method, distill=options.distill, saved=options.saved)
+    if options.out.suffix == ".gguf":
+        write_gguf(options.out, q, metadata=metadata_of(checkpoint))
+    else:
+        eqq.save(options.out, q)
+    report = eqq.summary(q)
+    console.print(f"{options.out}: {show_size(report.nbytes)}, {report.bits:.2f} bits for each weight")
+
+
+def smoke() -> None:
+    """Everything, on a tiny random model."""
+    import tempfile
+
+    from export import write_tiny_gguf
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model, text = write_tiny_gguf(folder / "model.gguf"), folder / "text.txt"
+        text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+        given = [str(model), str(text)]
+        main([*given, str(folder / "small.gguf"), "--windows", "3", "--context", "32", "--distill", "1"])
+        small = eqq.io.open(folder / "small.gguf")
+        source = eqq.io.open(model)
+        assert {key for key in source.metadata} - {key for key in small.metadata} <= {"general.file_type"}
+        # It goes on from a model of which the first layer is done, and from one that is whole.
+        float_model, half = load(eqq.io.open(model)), folder / "half.safetensors"
+        eqq.save(half, eqq.quantize_tree(float_model, {"layers.0.*": "int2", "*": None}))
+        for out in ("small", "again"):
+            saved = ["--format", "int3", "--saved", str(half), "--windows", "2", "--context", "32"]
+            main([*given, str(folder / f"{out}.safetensors"), *saved])
+            q = eqq.load(folder / f"{out}.safetensors", float_model)
+            formats = [q.layers[n].mlp.down.weight.format for n in range(2)]
+            assert formats == [eqq.Int2(), eqq.Int3()] and eqq.is_quantized(q.head.weight)
+
+
+if __name__ == "__main__":
+    main()

@@ -79,6 +79,30 @@ def test_product(getkey, name):
         check(product(x, q, x_scale=x_scale, dtype=jnp.float32), x, x_scale, q)
 
 
+@pytest.mark.parametrize("k", [576, 768, 992])
+@pytest.mark.parametrize(
+    "name", ["q4_1", "q5_0", "q5_1", "q2_k", "q4_k", "q6_k", "mlx4", "mxfp4", "nvfp4", "int4", "iq4_nl"]
+)
+def test_block_formats_at_widths_that_end_within_a_segment(getkey, name, k):
+    """Offsets meet sums of codes of x, and halves of integers are doubled."""
+    w = weights(getkey(), (21, k))
+    try:
+        q = eqq.quantize(w, name)
+    except ValueError:  # blocks of 256 ask for a multiple
+        assert k % 256 != 0
+        return
+    assert make_layout(q.format, k).offsets == (name in ("q4_1", "q5_1", "q2_k", "q4_k", "mlx4"))
+    for m in (1, 3, 20):
+        x, x_scale = unpack_codes(getkey(), (m, k)), jnp.abs(weights(getkey(), (m, 1)))
+        rows, dense = np.asarray(x, np.float64) * np.asarray(x_scale), np.asarray(q.dequantize(), np.float64)
+        y = product(x, q, x_scale=x_scale, dtype=jnp.float32)
+        np.testing.assert_allclose(
+            y, rows @ dense.T, rtol=0, atol=4e-6 * np.abs(rows).sum(1).max() * np.abs(dense).max()
+        )
+    chosen = eqq.explain_matmul(weights(getkey(), (1, k)), eqq.quantize_activations({"w": q}, "int8")["w"].T)
+    assert "cpu_int8" in str(chosen).partition("chosen")[0].splitlines()[-1]
+
+
 @pytest.mark.parametrize("m", [1, 5, 40])
 def test_equals_integers_to_the_bit(getkey, m):
     """With scales of powers of two nothing is rounded while sums stay below 2^24."""

@@ -6,7 +6,8 @@ class Grid {
  public:
   Grid() {
     add(&k_, {{1, 200}, {255, 257}, {511, 513}, {1023, 1040}, {4095, 4097}});
-    for (const int64_t k : {544, 576, 608, 672, 960, 1344, 2880}) add(&k_, {{k, k}});  // segments of a half or a quarter
+    for (const int64_t k : {544, 576, 608, 672, 960, 1344, 2880})
+      add(&k_, {{k, k}});  // segments of a half or a quarter
     add(&n_, {{1, 70}, {127, 130}});
     add(&m_, {{1, 17}, {31, 33}, {64, 64}, {127, 129}});
   }

@@ -70,8 +70,9 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
   const int64_t x_item = q.form == kFloats ? item : 1;
   auto arrays = std::make_shared<Arrays>(
       Arrays{Exact<uint8_t>(p.stack * p.n * p.words), Exact<uint8_t>(p.stack * p.n * p.blocks * width),
-             Exact<uint8_t>(p.stack * p.n * p.blocks * width), Exact<uint8_t>(p.stack * p.n * p.zero_words), Exact<uint8_t>(p.batch * p.m), Exact<float>(p.stack * p.n),
-             Exact<float>(p.batch * p.m), Exact<float>(int64_t{1} << p.bits), Exact<uint8_t>(x_size * x_item),
+             Exact<uint8_t>(p.stack * p.n * p.blocks * width), Exact<uint8_t>(p.stack * p.n * p.zero_words),
+             Exact<uint8_t>(p.batch * p.m), Exact<float>(p.stack * p.n), Exact<float>(p.batch * p.m),
+             Exact<float>(int64_t{1} << p.bits), Exact<uint8_t>(x_size * x_item),
              Exact<uint8_t>(p.batch * p.y_batch * item), Exact<int32_t>(p.batch)});
   Arrays& a = *arrays;
   made.keep = arrays;
@@ -101,7 +102,8 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
       default: a.scale[i] = static_cast<uint8_t>(30 + below(random, 60));
     }
   }
-  for (int64_t i = 0; i < a.offset.size; ++i) a.offset[i] = a.scale[a.offset.size - width + i % width - i / width * width];
+  for (int64_t i = 0; i < a.offset.size; ++i)
+    a.offset[i] = a.scale[a.offset.size - width + i % width - i / width * width];
   for (int64_t i = 0; i < a.zero.size; ++i) a.zero[i] = static_cast<uint8_t>(random());
   for (int64_t i = 0; i < a.row_scale.size; ++i) a.row_scale[i] = 1 + 0.5f * normal(random);
   // Scales that are given to floats clip some of them, or all: quotients may even be beyond 32 bits.
@@ -203,7 +205,8 @@ MadeInt8 make_int8(Random& random, const Cell* cell = nullptr) {
           made.magnitude[index] = std::max(made.magnitude[index], fabs(made.expected[index]));
         }
     }
-  for (size_t i = 0; i < squares.size() && (p.blocks > 1 || p.k > 32768 || offsets); ++i) made.magnitude[i] += sqrt(squares[i]);
+  for (size_t i = 0; i < squares.size() && (p.blocks > 1 || p.k > 32768 || offsets); ++i)
+    made.magnitude[i] += sqrt(squares[i]);
   char text[300];
   snprintf(text, sizeof text,
            "int8: batch %ld m %ld n %ld k %ld bits %d table %d block %ld scale %d form %d scaled %d affine %d y %d "

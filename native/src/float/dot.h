@@ -342,8 +342,8 @@ struct Dot {
     if (s.mode != kAnyBlock) {
       const int64_t group = div_up(p.m, div_up(p.m, Dots<V>::kMost));
       for (int64_t m = 0; m < p.m; m += group)
-        dot_rows(p, s, shared, loops_for(p, s, min64(group, p.m - m)), x + m * d.x_row, d.x_row, weight + first,
-                 count, own, results + m * kMostDots);
+        dot_rows(p, s, shared, loops_for(p, s, min64(group, p.m - m)), x + m * d.x_row, d.x_row, weight + first, count,
+                 own, results + m * kMostDots);
     } else {
       const DecodeRow decode = D::row_decoder(p);
       const int64_t room = 2 * D::scale_room(p, s, scale_segments(s));

@@ -165,10 +165,10 @@ struct Int8OneRow {
                               const int32_t*, const float*, const int32_t*, I, float*);
   template <int kBits, bool kLookUp, bool kZero>
   EQQ_INLINE ManyScales scales_of(int64_t size) {
-    return size == 64   ? many_scales<kBits, kLookUp, 1, kZero>
-           : size == 32 ? many_scales<kBits, kLookUp, 2, kZero>
-           : size == 16 ? many_scales<kBits, kLookUp, 4, kZero>
-                        : many_scales<kBits, kLookUp, 0, kZero>;
+    return size == 64 ? many_scales<kBits, kLookUp, 1, kZero>
+         : size == 32 ? many_scales<kBits, kLookUp, 2, kZero>
+         : size == 16 ? many_scales<kBits, kLookUp, 4, kZero>
+                      : many_scales<kBits, kLookUp, 0, kZero>;
   }
   template <int kBits, bool kLookUp>
   EQQ_INLINE ManyScales scales_of(const Problem& p, int64_t size) {

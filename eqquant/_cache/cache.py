@@ -284,10 +284,7 @@ class QuantizedCache(eqx.Module):
 
     @property
     def holds_length(self) -> Bool[Array, "*batch"]:
-        """Whether each row holds `length` tokens.
-
-        It does not if there was no room, or if `length` was replaced.
-        """
+        """Whether the places of each row hold `length` tokens: there was room, and `length` was not replaced."""
         return self._was_written & (self.length <= self.context)
 
     @property

@@ -46,7 +46,7 @@ class AttendedCache(Protocol):
     length: Array
 
     @property
-    def holds_length(self) -> Array: ...
+    def context(self) -> int: ...
     @property
     def positions(self) -> Array: ...
     def scores(self, queries: Array, dtype: DTypeLike | None = None) -> Array: ...
@@ -96,10 +96,10 @@ def attend_by_xla(
     return cache.weighted_values(jnp.where(seen, probabilities, 0).astype(queries.dtype))
 
 
-def nan_unless_held(cache: AttendedCache, y: Float[Array, "*batch heads rows size"]) -> Array:
-    """Returns results of attention: NaN in rows that do not hold as many tokens as they count."""
+def nan_without_room(cache: AttendedCache, y: Float[Array, "*batch heads rows size"]) -> Array:
+    """Returns results of attention: NaN in rows with more tokens than fit."""
     # Computed, since `jax_debug_nans` stops at a constant NaN.
-    zero_or_nan = jnp.sqrt(cache.holds_length.astype(y.dtype) - 1)
+    zero_or_nan = jnp.sqrt(jnp.minimum(cache.context - cache.length, 0).astype(y.dtype))
     return y + jnp.broadcast_to(zero_or_nan[..., None, None, None], y.shape)
 
 
@@ -115,7 +115,7 @@ def _native(*leaves: Array, tree: PyTreeDef, scale: float, cap: float) -> Array:
         return attend_by_xla(queries, positions, window, cache, scale, cap)
     stored = (_as_rows(cache.keys), _as_rows(cache.values))
     length = cache.length.astype(jnp.int32)
-    return nan_unless_held(cache, calls.attend(queries, positions, length, window, *stored, scale=scale, cap=cap))
+    return nan_without_room(cache, calls.attend(queries, positions, length, window, *stored, scale=scale, cap=cap))
 
 
 def _is_read(x: MaybeQuantized) -> bool:

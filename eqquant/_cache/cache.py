@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, Int, Int32, Integer
+from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int, Int32, Integer
 
 from .._array.array import is_quantized, QuantizedArray
 from .._formats.base import AbstractFormat, segment_length
 from .._formats.names import as_format
 from .._mesh import full_spec, place
-from .attention import attend_by_xla, bind_attention, EMPTY_POSITION, nan_unless_held
+from .attention import attend_by_xla, bind_attention, EMPTY_POSITION, nan_without_room
 from .write import (
     append_to_window,
     MaybeQuantized,
@@ -62,17 +62,14 @@ class QuantizedCache(eqx.Module):
         `(*batch, heads, window, size)`; `None` without a window. The context is a multiple of `window`.
     - `length`: how many tokens each row of the batch holds: int32 `(*batch,)`. Change it by `truncate`, which changes
         `recent` with it.
-    - `written`: the length for which the other fields were written, int32 `(*batch,)`. If `length` was replaced by one
-        that they do not hold, attention of that row is NaN. `None` checks nothing.
 
-    Methods raise a `ValueError` if the fields have other shapes or dtypes.
+    Methods raise a `ValueError` if the fields have other shapes or dtypes. Values are not checked.
     """
 
     keys: Float[MaybeQuantized, "*batch heads context size"]
     values: Float[MaybeQuantized, "*batch heads context size"]
     recent: tuple[Float[Array, "*batch heads window size"], Float[Array, "*batch heads window size"]] | None
     length: Int[Array, "*batch"]
-    written: Int[Array, "*batch"] | None = None
 
     @staticmethod
     def empty(
@@ -134,7 +131,6 @@ class QuantizedCache(eqx.Module):
             zeros(value_format),
             (new_window(), new_window()) if window else None,
             jnp.zeros(tuple(batch), jnp.int32),
-            jnp.zeros(tuple(batch), jnp.int32),
         )
 
     @property
@@ -189,8 +185,8 @@ class QuantizedCache(eqx.Module):
 
         **Raises:**
 
-        `ValueError` for other shapes, and, outside `jit`, for another `count`, a replaced `length`, or if there is no
-        room. Inside `jit` lengths are not known, and tokens without room are dropped: attention of such a row is NaN.
+        `ValueError` for other shapes, and, outside `jit`, for another `count` or if there is no room. Inside `jit`
+        lengths are not known, and tokens without room are dropped: attention of such a row is NaN.
         """
         self._check_fields()
         expected = (*self.values.shape[:-2], keys.shape[-2], self.values.shape[-1])
@@ -206,11 +202,10 @@ class QuantizedCache(eqx.Module):
         length = self.length + jnp.broadcast_to(added, self.length.shape)
         if not isinstance(length, jax.core.Tracer) and (most := int(jnp.max(length))) > self.context:
             raise ValueError(f"The cache has room for {self.context} tokens. Got {most}.")
-        written = self._written(length)
         if self.recent is None:
             at = self.length[..., None] + self._arange(new)
             return QuantizedCache(
-                write_tokens(self.keys, keys, at), write_tokens(self.values, values, at), None, length, written
+                write_tokens(self.keys, keys, at), write_tokens(self.values, values, at), None, length
             )
         # Arrange the tokens of the unfinished window and the new tokens in whole windows.
         window = self.window
@@ -231,7 +226,7 @@ class QuantizedCache(eqx.Module):
         recent = tokens
         if windows > 1:
             recent = slice_tokens(tokens[0], start, window), slice_tokens(tokens[1], start, window)
-        return QuantizedCache(write(self.keys, tokens[0]), write(self.values, tokens[1]), recent, length, written)
+        return QuantizedCache(write(self.keys, tokens[0]), write(self.values, tokens[1]), recent, length)
 
     def truncate(self, length: Int[Array, "*batch"] | int) -> "QuantizedCache":
         """Keeps the first tokens of each row, such as those that speculative decoding accepts.
@@ -270,7 +265,7 @@ class QuantizedCache(eqx.Module):
             raise ValueError(f"`length` must not be negative. Got {length}.")
         length = jnp.clip(jnp.broadcast_to(_as_int32(length), self.length.shape), 0, self.length)
         if self.recent is None:
-            return QuantizedCache(self.keys, self.values, None, length, self._written(length))
+            return QuantizedCache(self.keys, self.values, None, length)
         window = self.window
         start = length // window * window
         is_earlier = (start < self.length // window * window)[..., None, None, None]
@@ -280,42 +275,17 @@ class QuantizedCache(eqx.Module):
             return jnp.where(jnp.broadcast_to(is_earlier, recent.shape), tokens, recent)
 
         recent = refill(self.recent[0], self.keys), refill(self.recent[1], self.values)
-        return QuantizedCache(self.keys, self.values, recent, length, self._written(length))
-
-    @property
-    def holds_length(self) -> Bool[Array, "*batch"]:
-        """Whether the places of each row hold `length` tokens: there was room, and `length` was not replaced."""
-        return self._was_written & (self.length <= self.context)
-
-    @property
-    def _was_written(self) -> Bool[Array, "*batch"]:
-        if self.written is None:
-            return jnp.ones(self.length.shape, bool)
-        held = self.length <= self.written
-        return held & (self.length // self.window == self.written // self.window) if self.window else held
-
-    def _written(self, length: Int[Array, "*batch"]) -> Int[Array, "*batch"] | None:
-        """Returns `written` of a cache that continues this one: -1 for good where `length` was replaced."""
-        if self.written is None:
-            return None
-        was_written = self._was_written
-        if not isinstance(was_written, jax.core.Tracer) and not jnp.all(was_written):
-            raise ValueError(
-                f"The cache was written for {self.written} tokens, and its `length` was replaced by {self.length}. "
-                "Write `cache.truncate(length)` instead, which changes the float window too."
-            )
-        return jnp.where(was_written, length, -1).astype(jnp.int32)
+        return QuantizedCache(self.keys, self.values, recent, length)
 
     def _check_fields(self) -> None:
         """Raises unless the fields fit each other, since `eqx.tree_at` may replace each alone."""
         shape, window = self.values.shape, self.window
         floats = [("keys", self.keys, shape), ("values", self.values, shape)]
         floats += [(f"recent[{n}]", x, (*shape[:-2], window, shape[-1])) for n, x in enumerate(self.recent or ())]
-        written = self.length if self.written is None else self.written
-        integers = [("length", self.length, shape[:-3]), ("written", written, shape[:-3])]
-        for n, (name, x, expected) in enumerate([*integers, *floats]):
-            kind, kinds = (jnp.integer, "integers") if n < 2 else (jnp.floating, "floats")
+        for name, x, expected in [*floats, ("length", self.length, shape[:-3])]:
+            kind = jnp.integer if name == "length" else jnp.floating
             if x.shape != expected or not jnp.issubdtype(x.dtype, kind):
+                kinds = "integers" if name == "length" else "floats"
                 raise ValueError(
                     f"`{name}` must be {kinds} of shape {expected}, in a cache whose `values` have shape {shape}. "
                     f"Got {x.dtype} of shape {x.shape}."
@@ -369,7 +339,7 @@ class QuantizedCache(eqx.Module):
 
         **Returns:**
 
-        For each row, one vector; NaN where the cache does not hold `length` tokens (`holds_length`).
+        For each row, one vector; NaN where the cache has more tokens than fit.
 
         **Raises:**
 
@@ -379,7 +349,7 @@ class QuantizedCache(eqx.Module):
         y = probabilities[..., : self.context] @ self.values.astype(probabilities.dtype)
         if self.recent is not None:
             y = y + probabilities[..., self.context :] @ self.recent[1].astype(probabilities.dtype)
-        return nan_unless_held(self, y)
+        return nan_without_room(self, y)
 
     def attend(
         self,
@@ -407,8 +377,8 @@ class QuantizedCache(eqx.Module):
 
         **Returns:**
 
-        One vector for each query, of the dtype of `queries`; zeros for a token that sees none, and NaN in rows that do
-        not hold `length` tokens (`holds_length`). Ignore those of padding.
+        One vector for each query, of the dtype of `queries`; zeros for a token that sees none, and NaN in rows with
+        more tokens than fit. Ignore those of padding.
 
         **Raises:**
 
@@ -488,9 +458,8 @@ class QuantizedCache(eqx.Module):
             raise ValueError(f"`sharding` must divide batch and heads only. Got {sharding.spec}.")
         put = lambda x: x.with_sharding(named) if is_quantized(x) else place(x, named)
         recent = None if self.recent is None else (put(self.recent[0]), put(self.recent[1]))
-        counts = NamedSharding(named.mesh, jax.sharding.PartitionSpec(*batch))
-        written = None if self.written is None else place(self.written, counts)
-        return QuantizedCache(put(self.keys), put(self.values), recent, place(self.length, counts), written)
+        length = place(self.length, NamedSharding(named.mesh, jax.sharding.PartitionSpec(*batch)))
+        return QuantizedCache(put(self.keys), put(self.values), recent, length)
 
 
 def _as_int32(x: Integer[Array | np.ndarray, "*shape"]) -> Int32[Array, "*shape"]:

@@ -303,7 +303,9 @@ def run_implementation(
     """
     name, _ = choose(target, problem, forced)
     implementation = IMPLEMENTATIONS[name]
-    if forced is None and problem.n * problem.k >= _SLOW and find_refusal(target, problem, "cpu") == library.MISSING:
+    size = problem.n * problem.k  # unknown in some exported programs
+    is_slow = forced is None and isinstance(size, int) and size >= _SLOW
+    if is_slow and find_refusal(target, problem, "cpu") == library.MISSING:
         library.warn_of_slow_products()
     if isinstance(w, SelectedArray) and not implementation.reads_stack:
         if w.index.size > w.stack.shape[0]:

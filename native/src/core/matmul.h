@@ -226,7 +226,7 @@ bool run_int8(const Isa& isa, const Int8Problem& problem, Pool& pool, int64_t th
   threads = useful_threads(problem.p, threads);
   const Int8Kernel* packed = isa.slabs->packed_int8;
   if (packed != nullptr && packed->accepts(&problem)) return run_whole(*packed, problem, pool, threads) == kDone;
-  return run_kernel(Slabs(problem.p, threads), isa, *isa.int8, problem, pool, threads);
+  return run_kernel(Slabs(problem.p, threads, true), isa, *isa.int8, problem, pool, threads);
 }
 
 // Decodes a weight, likewise.

@@ -30,7 +30,7 @@ int code_of(const Problem& q, int64_t row, int64_t k) {
 
 }  // namespace
 
-Slabs::Slabs(const Problem& p, int64_t threads) {
+Slabs::Slabs(const Problem& p, int64_t threads, bool integers) {
   const bool apart = is_split(p.bits) || p.codec != nullptr;
   needed_ = apart || p.scale_codes != nullptr || p.offset != nullptr;
   if (!needed_) return;
@@ -47,7 +47,7 @@ Slabs::Slabs(const Problem& p, int64_t threads) {
     middle_ = std::isfinite(sum) ? static_cast<float>(sum / static_cast<double>(codes)) : 0;
     // Kernels compute integers faster than they look them up. Of the two integers next to the middle the upper one is
     // nearer to the code of zero, where an offset is the end of a block that is farther from zero (MLX).
-    if (is_consecutive(p.table, p.bits)) middle_ = ceilf(middle_);
+    if (p.values == kValueInteger || integers) middle_ = ceilf(middle_);
   }
   // Kernels take the range of values from the table, so unused codes of a byte repeat the value of a used one.
   for (int64_t i = 0; i < 256; ++i) table_[i] = p.table[min64(i, codes - 1)] - middle_;

@@ -38,7 +38,8 @@ typedef struct SlabKernel {
 // How a weight is divided into slabs.
 class Slabs {
  public:
-  Slabs(const Problem& problem, int64_t threads);
+  // `integers`: x is of integers, so that the weight must stay such.
+  Slabs(const Problem& problem, int64_t threads, bool integers = false);
   Slabs(const Slabs&) = delete;  // problems point to its table
 
   bool needed() const { return needed_; }

@@ -1,7 +1,8 @@
-"""Puts the site that was built beside those of other versions: `python docs/tools/add_version.py site pages 0.1.0`.
+"""Adds a built site to those of other versions.
 
-Every page then offers all versions, and the address without a version leads to the newest release, or else to `dev`.
-Versions are listed where mike lists them, which the theme reads; mike itself does not run Zensical.
+`python docs/tools/add_version.py site pages 0.1.0`. Every page then offers all versions, and the address without a
+version leads to the newest release, or else to `dev`. The theme reads the versions from `versions.json`, as mike writes
+it; mike itself does not run Zensical.
 """
 
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 
 def order(name: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", name)))  # `dev` is before all releases
+    return tuple(map(int, re.findall(r"\d+", name)))  # `dev` sorts before all releases
 
 
 def main(site: Path, pages: Path, name: str) -> None:

@@ -213,7 +213,7 @@ class Q1_0(AbstractBinary, _AbstractPlain):
 
 
 class _AbstractTernary(_AbstractPlain):
-    """Codes of two bits: -1, 0, 1 and 2 times the largest magnitude of a block."""
+    """Codes of two bits: -1, 0, 1 or 2 times the largest magnitude of a block."""
 
     bits = 2
 
@@ -227,8 +227,8 @@ class _AbstractTernary(_AbstractPlain):
 class Q2_0(_AbstractTernary):
     r"""GGUF's Q2_0: $s = \max|x|$, codes $-1 \ldots 2$.
 
-    Meant for weights that are ternary already. The scale of ggml leaves the code 2 unused; [`eqquant.MSE`][] and
-    [`eqquant.JointMSE`][] choose one that uses it.
+    For weights that are already ternary: ggml's scale leaves the code 2 unused. [`eqquant.MSE`][] and
+    [`eqquant.JointMSE`][] choose scales that use it.
 
     Blocks of 64; scales in float16; 2.25 bits per weight.
 

@@ -247,7 +247,7 @@ def _both_integer(problem: MatmulProblem) -> bool:
     return is_integer and xla_codes.is_integer(problem.x_layout)
 
 
-_SLOW = 2**20  # values of a weight, from which on a product without native kernels takes long enough to warn
+_SLOW = 2**20  # weights of at least so many values warn if there are no native kernels
 
 # The first preference that applies wins, unless its implementation refuses the product.
 _PREFERENCES = (

@@ -16,7 +16,7 @@ import warnings
 import jax
 
 
-ABI = 1  # the major version of `eqquant-cpu` whose functions and arguments `calls.py` knows
+ABI = 1  # the major version of `eqquant-cpu` that `calls.py` is written for
 MATMUL, MATMUL_INT8, DECODE = "eqquant_cpu_matmul", "eqquant_cpu_matmul_int8", "eqquant_cpu_decode"
 ENCODE, ENCODE_TRELLIS, REDUCE = "eqquant_cpu_encode", "eqquant_cpu_encode_trellis", "eqquant_cpu_reduce"
 ATTENTION = "eqquant_cpu_attention"
@@ -30,7 +30,7 @@ MISSING = f"native kernels are not installed: {_INSTALL}"
 def refusal() -> str | None:
     """Returns why there are no native kernels, with the remedy, or `None` if there are.
 
-    Warns if they are installed and do not load.
+    Warns if they are installed but do not load.
     """
     if os.environ.get("EQQUANT_CPU_ISA") == "none":
         return _OFF

@@ -1,8 +1,8 @@
-"""Cuts a traced program into parts that run in turn, so that each value is computed once.
+"""Cuts a traced program into parts that run in turn.
 
-Loops over layers are unrolled, so that a part may end within a layer. What depends on no data, such as the transpose of
-a weight or a table of positions, is not kept from one part to the next: each part that needs it computes it, from the
-weights as they are then.
+Each value that depends on data is computed once. Loops over layers are unrolled, so that a part may end within a layer.
+Other values, such as a transposed weight or a table of positions, are not kept between parts: each part recomputes
+those that it needs, from the current weights.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from .. import _compat
 
 # The name of a value of a flat program, or the value itself.
 Operand = int | Literal
-# A loop that was unrolled, by `id`, and one of its turns; `None` outside of loops.
+# An iteration of an unrolled loop: the `id` of the loop, and the index. `None` outside of loops.
 Turn = tuple[int, int] | None
 
 
@@ -42,9 +42,9 @@ class FlatProgram:
     """A traced program, with some of its loops unrolled.
 
     - `inputs`: the names of its arguments, which count from 0.
-    - `nodes`: its operations, in order.
-    - `marks`: its marks of values, in order, which are left out of the operations.
-    - `constants`: the values that are known.
+    - `nodes`: its operations, in order, without the marks.
+    - `marks`: the operations that mark values, in order.
+    - `constants`: the known values, by name.
     - `varying`: the names of the values that depend on data.
     """
 
@@ -60,8 +60,8 @@ class FlatProgram:
 
         - `is_data`: whether an argument, given by its name, is data.
         - `mark`: a primitive that marks its first operand, and returns the second one.
-        - `holds_marks`: whether an operation has marks inside it. Then its results count as data, and it is no copy of
-            an equal one.
+        - `holds_marks`: whether an operation has marks inside it. Then its results count as data, and it is not merged
+            with an equal one.
         - `unrolled`: the `scan`s to unroll, by `id`.
         """
         self.holds_marks, self._mark, self._unrolled = holds_marks, mark, unrolled
@@ -77,7 +77,7 @@ class FlatProgram:
         self._add(jaxpr, consts, self.inputs, None)
 
     def find_needed(self, names: Iterable[int], known: Collection[int] = ()) -> set[int]:
-        """Returns the indices of the nodes that compute values from others: `known` or given."""
+        """Returns the indices of the nodes to run for some values, if those in `known` are there."""
         needed: set[int] = set()
         remaining = list(names)
         while remaining:
@@ -89,7 +89,7 @@ class FlatProgram:
         return needed
 
     def evaluate(self, name: int, arguments: Mapping[int, Array]) -> Array | None:
-        """Returns a value; `None` if it follows not from these arguments and constants alone."""
+        """Returns a value, or `None` if it needs more than these arguments and the constants."""
         values = {**self.constants, **arguments}
         for node in (self.nodes[n] for n in sorted(self.find_needed([name], values))):
             if self.holds_marks(node.equation) or not all(operand in values for operand in node.names):
@@ -124,7 +124,7 @@ class FlatProgram:
         scalars = all(getattr(var.aval, "shape", None) == () for var in equation.outvars)
         known = all(isinstance(x, Literal) or x in self.constants for x in inputs)
         if scalars and inputs and known and not (is_varying or equation.effects):
-            # Such as the number of a layer: as part of a program, it would make another program of each layer.
+            # Such as the index of a layer: left in the program, it would make the programs of equal layers differ.
             key = _describe_equation(equation, inputs)
             if key not in self._computed:
                 self._computed[key] = list(map(self._name_constant, _compute(equation, inputs, self.constants)))
@@ -166,7 +166,7 @@ def _compute(equation: JaxprEqn, operands: Sequence[Operand], values: Mapping[in
 
 
 class Stage(NamedTuple):
-    """What a part computes: the values with some names, and some nodes for their effects alone."""
+    """What a part computes: values by name, and nodes that it runs for their effects."""
 
     names: Sequence[int]
     nodes: Collection[int] = ()
@@ -176,9 +176,9 @@ class Part(NamedTuple):
     """A part of a flat program.
 
     - `nodes`: the indices of its nodes, in order.
-    - `computed`: those whose results later parts may take, and what these need.
-    - `outputs`: the names of the values that it returns: those of its stage, and those to keep.
-    - `kept`: the names of all values that later parts need.
+    - `computed`: the nodes that it runs for values, not for effects. Later parts may use their results.
+    - `outputs`: the names of the values that it returns: those of its stage, and those that later parts need.
+    - `kept`: the names of all values that later parts need, also from earlier parts.
     """
 
     nodes: Sequence[int]
@@ -188,7 +188,7 @@ class Part(NamedTuple):
 
 
 def cut(program: FlatProgram, stages: Sequence[Stage]) -> list[Part]:
-    """Returns one part for each stage: what it needs, less what the parts before have computed."""
+    """Returns one part for each stage: what it needs, without what earlier parts computed."""
     done: set[int] = set()
     drafts: list[tuple[Part, set[int], set[int]]] = []
     for names, again in stages:
@@ -209,7 +209,7 @@ class CompiledPart(NamedTuple):
     """A part as a function of arrays.
 
     - `function`: from the values of `inputs` to a list of results.
-    - `results`: the index of the result for each name of the part's outputs. Equal values share one.
+    - `results`: for each output of the part, by name, the index of its result. Equal values share one.
     """
 
     function: Callable[[Sequence[Array]], list[Array]]
@@ -226,7 +226,7 @@ class PartCompiler:
     def __call__(self, program: FlatProgram, part: Part, equal: Mapping[int, int]) -> CompiledPart:
         """**Arguments:**
 
-        - `equal`: for some arguments another one of the same value.
+        - `equal`: maps arguments to another argument of the same value.
         """
         count = itertools.count()
         numbers: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Low-rank factors that make up for the error of quantized weights."""
+"""Low-rank factors that correct the error of quantized weights."""
 
 import functools as ft
 import math
@@ -17,7 +17,7 @@ from .._tree.leaves import Leaf
 from .._types import PyTree
 
 
-# Added to the moments of the inputs, in units of their mean: rare inputs count a little.
+# Added to the Gram matrix, relative to the mean of its diagonal, so that rare inputs count a little.
 _DAMPING = 0.01
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -30,7 +30,7 @@ def find_factors(
     in_ndim: int,
     scale: float,
 ) -> tuple[Float32[Array, "*batch out rank"], Float32[Array, "..."]]:
-    """Returns `b` and `a`, whose scaled product is nearest to the error of a weight.
+    """Returns `b` and `a`, whose product times `scale` is nearest to the error of a weight.
 
     **Arguments:**
 
@@ -68,7 +68,7 @@ def _find_gram(
 ) -> tuple[Float32[Array, "*stack features features"] | None, bool]:
     """Returns the Gram matrix of the inputs of a weight, and whether it is for `x @ w`.
 
-    It is diagonal if only the mean squares are known, and `None` for a weight without inputs.
+    It is diagonal if only mean squares were collected, and `None` if the statistics have no axis.
     """
     if path not in inputs:
         raise InputsError(
@@ -105,7 +105,7 @@ def _approximate(
     lower = jnp.linalg.cholesky(damped)
     matmul = ft.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     weighted = matmul(error, lower)
-    # The best approximation of `weighted` projects it on its largest singular vectors, on the shorter side.
+    # The best approximation projects `weighted` on its top singular vectors, on the shorter side.
     if rows < columns:
         best = jnp.linalg.eigh(matmul(weighted, weighted.T))[1][:, : -rank - 1 : -1]
         return best, matmul(best.T, error)

@@ -73,16 +73,15 @@ def distill(
         q = eqq.distill(q, model, batches, apply=compute_logits, loss="kl", top_k=64)
         ```
 
-    **Language models.** `loss="kl"` is the divergence of the probabilities of the next token, from logits `(...,
-    vocabulary)`. The logits of all batches would not fit in memory, so the float model computes them again in each
-    step, for one batch at a time. With `top_k` it runs once, and only the most likely tokens of each position are kept.
-    With `head`, not even the logits of one batch are in memory: `apply` returns the inputs of the head, which are kept
-    for the float model, and `head` computes the logits of 256 positions at a time, and again for the gradients.
+    **Language models.** `loss="kl"` is the Kullback-Leibler divergence of the next token, from logits `(...,
+    vocabulary)`. The logits of all batches would not fit in memory, so the float model runs again in each step. With
+    `top_k` it runs once, and only its `top_k` most likely tokens of each position are kept. With `head`, not even the
+    logits of one batch are in memory: `apply` returns the inputs of the head, those of the float model are kept, and
+    `head` computes the logits of 256 positions at a time, and again for the gradients.
 
     ??? cite
 
-        Divergence with a temperature:
-        [Distilling the Knowledge in a Neural Network](https://arxiv.org/abs/1503.02531)
+        Temperature: [Distilling the Knowledge in a Neural Network](https://arxiv.org/abs/1503.02531)
 
         Codes that are trained in units of their steps, from the nearest ones:
         [Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs](https://arxiv.org/abs/2309.05516)
@@ -90,8 +89,8 @@ def distill(
     **Arguments:**
 
     - `model`: the quantized model.
-    - `float_model`: the float model, of the same structure. Its outputs are computed once and kept, but for
-        `loss="kl"`.
+    - `float_model`: the float model, of the same structure. Its outputs are computed once and kept,
+        except with `loss="kl"`.
     - `batches`: a list of batches, each any pytree of arrays. Batches of the same shape share a compiled program.
     - `held_out`: batches to choose the best model by. By default every fifth of `batches`, which are not trained on.
     - `apply`: a function `(model, batch) -> outputs`. By default, `jax.vmap(model)(batch)`.
@@ -99,7 +98,7 @@ def distill(
         square of the outputs of the float model. Or `"kl"`, the mean of $T^2 \sum_i p_i \log (p_i / q_i)$ over all
         positions, with the probabilities $p$ of the float model and $q$ of the other.
     - `temperature`: $T$, by which `"kl"` divides the logits.
-    - `top_k`: how many of the most likely tokens of the float model `"kl"` compares. All others count as one.
+    - `top_k`: how many of the most likely tokens of the float model `"kl"` compares. The others count as one token.
     - `head`: for `"kl"`, a function `(model, x) -> logits` of inputs `(positions, features)`. Then `apply` returns the
         inputs of the head, `(..., features)`.
     - `train`: `"scales"` or `"codes"`.
@@ -116,8 +115,8 @@ def distill(
     **Raises:**
 
     `ValueError` if `model` has no quantized arrays, if `float_model` has another structure, without enough batches,
-    `passes` or `patience`, if the loss of the start is not finite, for a `temperature` or `top_k` that is not positive,
-    or if these or `head` come with another loss than `"kl"`.
+    `passes` or `patience`, if the loss at the start is not finite, if `temperature` or `top_k` is not positive, or if
+    these or `head` are given without `loss="kl"`.
     """
     if loss == "kl":
         criterion = compare_logits(temperature, top_k, head)
@@ -157,8 +156,8 @@ def distill_blocks(
 
     Each block learns to match the outputs of the same block of the float model, given the outputs of the trained blocks
     before it. Only one block is differentiated and trained at a time: that takes less memory than the whole model, and
-    the loss says more about the weights of the block. Each block runs once over the data of either model, and those
-    after the last quantized one do not run. Blocks of the same structure and function share a compiled program.
+    the loss says more about the weights of the block. Each block of either model runs once over the data; those after
+    the last quantized one do not run. Blocks of the same structure and function share a compiled program.
 
     !!! Example
 
@@ -228,9 +227,9 @@ def distill_blocks(
 
 
 class _Pairs(NamedTuple):
-    """Batches, each with what is wanted of its outputs.
+    """Batches, each with the outputs to match, or a summary of them.
 
-    - `read`: returns a pair by index. It may compute or load it each time.
+    - `read`: returns a pair by index. It may compute or load it at each call.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""The divergence of the probabilities of two language models, in chunks of positions."""
+"""The Kullback-Leibler divergence of two language models, in chunks of positions."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,9 +12,9 @@ from .._tree.batches import Apply
 from .._types import PyTree
 
 
-# How many positions have logits in memory at once, if a head computes them.
+# For how many positions logits are computed at a time.
 _POSITIONS = 256
-# The least probability of all tokens that are not among the most likely ones: less is rounded.
+# The least probability of all tokens outside the top k together. In float32, less would be rounding error.
 _LEAST = 1e-7
 
 _Best = tuple[Float[Array, "positions k"], Int[Array, "positions k"]]
@@ -91,9 +91,9 @@ def _find_rows(outputs: PyTree) -> Float[Array, "positions _"]:
 
 
 def _map_positions(f: Callable[..., PyTree], *arrays: PyTree) -> PyTree:
-    """Returns the results of a function of positions, for some at a time.
+    """Applies a function to positions, a chunk at a time.
 
-    Gradients compute them again.
+    Gradients recompute each chunk.
     """
     count = len(jtu.tree_leaves(arrays)[0])
     whole = count // _POSITIONS * _POSITIONS

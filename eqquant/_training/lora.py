@@ -95,8 +95,8 @@ def loraify(
         model = eqq.loraify(model, {"*.attention.*": 16, "head": None, "*": 8}, key=key)
         ```
 
-    With `init`, the float model, the factors need no training: $\frac{\alpha}{r} B A$ starts as the best approximation
-    of what quantizing lost, with statistics of the inputs as the best one for the outputs of each weight.
+    With `init`, the float model, the factors help before any training: $\frac{\alpha}{r} B A$ starts as the best
+    approximation of the quantization error. With `inputs`, it minimizes the error of the outputs of each weight.
 
     !!! Example
 
@@ -110,7 +110,7 @@ def loraify(
 
         [QLoRA: Efficient Finetuning of Quantized LLMs](https://arxiv.org/abs/2305.14314)
 
-        Errors of quantization, weighted by inputs: [LQER](https://arxiv.org/abs/2402.02446),
+        Quantization errors, weighted by inputs: [LQER](https://arxiv.org/abs/2402.02446),
         [EoRA](https://arxiv.org/abs/2410.21271)
 
     **Arguments:**
@@ -125,10 +125,10 @@ def loraify(
         default, every quantized array; or, if the model has none, every weight that [`eqquant.quantize_tree`][] would
         quantize. Skips embeddings, unless `where` selects the leaf.
     - `key`: initializes $A$. Not needed with `init`.
-    - `init`: a model with other values of the same weights, such as the float model. The factors make up for the
-        difference.
-    - `inputs`: for `init`, the result of [`eqquant.calibrate.collect_stats`][]: errors count by the Gram matrix of the
-        inputs, or without `gram=True` by their mean squares. By default all inputs count alike.
+    - `init`: a model with other values of the same weights, such as the float model. The factors
+        approximate the difference.
+    - `inputs`: with `init`, the result of [`eqquant.calibrate.collect_stats`][]: errors are weighted by the Gram matrix
+        of the inputs, or without `gram=True` by their mean squares. By default all inputs count alike.
 
     **Returns:**
 
@@ -138,7 +138,7 @@ def loraify(
     **Raises:**
 
     `ValueError` if nothing is selected, if a rank is not a whole number of at least 1, if a pattern matches nothing,
-    without `key` and `init`, if `init` lacks a weight, or if `inputs` are of another weight;
+    without both `key` and `init`, if `init` lacks a weight, or if `inputs` belong to another weight;
     `TypeError` if `where` selects an array that is not floating point, has fewer than two dimensions, is simulated, or
     already has factors. The message names the leaf.
     """

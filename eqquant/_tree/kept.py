@@ -1,4 +1,4 @@
-"""Arrays that wait for the next step: in memory or in files, perhaps in fewer bits."""
+"""Keeps arrays for the next step: in memory or in files, as they are or in another dtype."""
 
 import itertools
 import shutil
@@ -29,13 +29,13 @@ class _KeptArray(NamedTuple):
 
 
 class Kept:
-    """Pytrees by key. Floats are kept in another dtype, or in files."""
+    """Pytrees by key. Floats may be kept in another dtype, or in files."""
 
     def __init__(self, dtype: DTypeLike | None = None, folder: str | Path | None = None) -> None:
         """**Arguments:**
 
         - `dtype`: the dtype of floats while they are kept; `None` keeps them as they are.
-        - `folder`: where to put files, which are deleted in the end; `None` for memory.
+        - `folder`: where to put files, which are deleted with this object; `None` for memory.
         """
         if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f'`keep_dtype` must be a floating-point dtype, such as "bfloat16". Got {dtype!r}.')

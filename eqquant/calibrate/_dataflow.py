@@ -45,13 +45,13 @@ def flatten(
 ) -> tuple[FlatProgram, list[int | None]]:
     """Returns a program with its loops over layers unrolled, and the layer of each mark.
 
-    Marks are observed products; one outside of loops has no layer. A loop is unrolled if each of its turns multiplies
-    one layer of each observed weight, another one in each turn.
+    Marks are observed products; one outside of loops has no layer. A loop is unrolled if each iteration multiplies one
+    layer of each observed weight, a different one each time.
 
     **Arguments:**
 
-    - `is_data`: whether an argument, given by its place, is data.
-    - `indices`: the arguments that hold indices of layers, with the index of each.
+    - `is_data`: whether an argument, given by its position, is data.
+    - `indices`: the arguments that hold indices of layers, by position, with their values.
     """
     loops = {id(equation) for equation in program.jaxpr.eqns if _may_run_layers(equation)}
     while True:

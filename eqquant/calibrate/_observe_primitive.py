@@ -60,7 +60,7 @@ def compute_moments(
     gram: bool,
     keep: bool,
 ) -> Moments:
-    """Returns the moments of rows, and if `keep` the rows, NaN where `row_mask` is false."""
+    """Returns the moments of rows; with `keep` the rows too, NaN where `row_mask` is false."""
     x = x.astype(jnp.float32)
     count = jnp.full(x.shape[:-2], x.shape[-2], jnp.int32)
     low = high = x

@@ -38,7 +38,7 @@ class Sums:
 
     - `reference_rows`: `None`, or for each layer the inputs in the reference model. While `recording`, rows are
         appended to it. After that, the products of these with the new rows are summed as `"cross"`.
-    - `layers`: those to sum over, in the order of `total`.
+    - `layers`: the layers that are summed, in the order of `total`.
     - `calibrators`: one for each layer, which observes all values, or `None`. A callback must not call JAX, so rows
         wait in `pending` until `calibrate`.
     """
@@ -110,7 +110,7 @@ class WeightObserver:
     - `by_axes`: the sums for each combination of contracted axes, negative.
     - `stack_axes`: for each combination, the axes of a stack of layers, each with its own inputs.
     - `gated`: whether only the layers in `active` are observed.
-    - `layer`: the one layer of a stack to observe, as a weight of its own; `None` for all.
+    - `layer`: the only layer of a stack to observe, as if it were a weight; `None` for all.
     - `looked_up`, `used`: whether rows of the weight were looked up, and whether it was used in another way.
     - `in_parts`: whether a product sums over a part of the inputs.
     """
@@ -160,11 +160,11 @@ class WeightObserver:
         return tuple(axis - len(self.shape) for axis in product.inputs.axes)
 
     def observed_stack(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the stack of layers whose statistics are collected."""
+        """The shape of the stack that is observed: `()` for a single layer."""
         return self.stack_shape(axes) if self.layer is None else ()
 
     def select(self, active: bool, layer: int | None = None) -> None:
-        """Drops all sums, and observes all layers from now on, one, or none."""
+        """Drops all sums. From now on observes all layers, one layer, or nothing."""
         every = range(math.prod(self.stack))
         self.layer, self.active = layer, (every if layer is None else every[layer : layer + 1]) if active else ()
         for sums in self.by_axes.values():

@@ -70,10 +70,10 @@ def quantize_sequentially(
     value of an attention layer, take one step together. Layers that a `scan` runs are quantized one after the other.
     Weights that are looked up, or added, are quantized first, without statistics.
 
-    The quantized model and the float model run side by side, once: each step computes what lies between the step before
-    and its own weights, and what follows the last weight is never computed. Layers of equal shape share a compiled
-    program. In memory are the Gram matrices of one step, one for all weights with the same input, and what the next
-    step needs of both models for each batch, which is about the inputs of a layer.
+    The quantized model and the float model run once, side by side: each step goes on from the step before, up to its
+    own weights, and nothing after the last weight runs. Layers of equal shape share a compiled program. Memory holds
+    the Gram matrices of one step (weights with the same input share one) and, for each batch, what the next step needs
+    of both models: about the inputs of a layer.
 
     !!! Example
 
@@ -99,8 +99,8 @@ def quantize_sequentially(
     - `progress`: whether to show a progress bar.
     - `activations`: as for [`eqquant.quantize_tree`][]. Codes are chosen for inputs in float, even if some weights of
         `model` quantize their inputs already.
-    - `keep_dtype`: the dtype in which floats are kept for the next step, such as `"bfloat16"`. By default their own.
-    - `keep_in`: a folder in which to keep them, in files that are deleted in the end. By default they stay in memory.
+    - `keep_dtype`: the dtype of floats that are kept for the next step, such as `"bfloat16"`. By default their own.
+    - `keep_in`: a folder for files that hold them, and that are deleted in the end. By default they stay in memory.
 
     **Returns:**
 
@@ -109,7 +109,7 @@ def quantize_sequentially(
     **Raises:**
 
     The errors of [`eqquant.quantize_tree`][] and [`eqquant.calibrate.collect_stats`][], and `ValueError` if
-    `keep_dtype` is no floating-point dtype, or `keep_in` no folder. A weight that no product
+    `keep_dtype` is not a floating-point dtype, or `keep_in` not a folder. A weight that no product
     uses is quantized by the method without inputs, and a warning names it.
     """
     check_dtype(dtype)
@@ -164,7 +164,7 @@ class _State:
 
     - `first`: for each leaf to quantize, the index of the first leaf that is the same array, its owner.
     - `owners`: the indices of all owners.
-    - `unfinished`: the quantized layers of stacks that are not complete, and the dense stack.
+    - `unfinished`: for each incomplete stack, its quantized layers, and the dense stack with their values.
     """
 
     def __init__(self, model: PyTree, decisions: Sequence[Decision], dtype: DTypeLike | None) -> None:
@@ -187,17 +187,17 @@ class _State:
         return self.unfinished[owner][1] if owner in self.unfinished else self.dequantize(n, self.leaves[n])
 
     def dequantize(self, n: int, x: Array | QuantizedArray) -> Array:
-        """Returns another value of a leaf as a dense array of the dtype that it had."""
+        """Returns a value of leaf `n` as a dense array of the dtype that the leaf had."""
         dense, dtype = x.dequantize() if isinstance(x, QuantizedArray) else x, self.decisions[n].leaf.value.dtype
         return dense if dense.dtype == dtype else dense.astype(dtype)
 
     def select(self, n: int, layer: int | None) -> Leaf:
-        """Returns a leaf to quantize, of a stack one layer."""
+        """Returns a leaf to quantize, or one layer of a stack."""
         leaf = self.decisions[n].leaf
         return leaf if layer is None else dataclasses.replace(leaf, value=leaf.value[layer])
 
     def quantize(self, n: int, layer: int | None, leaf: Leaf, method: AbstractMethod) -> None:
-        """Quantizes a leaf to `leaf`, of a stack one layer."""
+        """Quantizes leaf `n`, or one layer of it, with the corrected value in `leaf`."""
         q, stack = quantize_leaf(self.decisions[n]._replace(leaf=leaf), method, self.dtype), self.leaves[n]
         if layer is not None:
             layers, dense = self.unfinished.pop(n, ([], jnp.array(stack)))

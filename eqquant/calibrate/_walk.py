@@ -1,4 +1,4 @@
-"""Runs a program stage by stage, so that what comes before a stage is computed once."""
+"""Runs a program stage by stage. Each stage goes on from the one before."""
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from ._observers import Sums, WeightObserver
 
 
 class WeightStage(NamedTuple):
-    """Weights to quantize together, by index of a leaf; of a stack, one layer."""
+    """Weights to quantize together, by index of a leaf, or one layer of stacks."""
 
     indices: Sequence[int]
     layer: int | None = None
@@ -49,8 +49,8 @@ class Values(NamedTuple):
 class StagedProgram:
     """A traced program of observed products, cut into one part for each stage.
 
-    - `stale`: for each stage, whether values that are kept depend on its weights, because the program uses them before,
-        as it does an embedding that is the head too.
+    - `stale`: for each stage, whether quantizing its weights makes kept values stale, because the program used them
+        before, such as an embedding that is also the head.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class StagedProgram:
     ) -> None:
         """**Arguments:**
 
-        - `program`: its arguments are leaves of the model, then the batch, then the indices of layers by observer.
-        - `leaves`: the index of the leaf that each of the first arguments is.
-        - `batch`: how many arguments are the batch.
+        - `program`: its arguments are leaves of the model, then the batch, then the layer indices of each observer.
+        - `leaves`: for each argument that is a leaf, the index of the leaf.
+        - `batch`: how many arguments the batch has.
         - `weights`: the weights to observe, by index.
         """
         self._leaves, self._start, self._stop = leaves, len(leaves), len(leaves) + batch
@@ -93,7 +93,7 @@ class StagedProgram:
         self.stale = list(self._find_stale())
 
     def run(self, number: int, values: Values, kept: Mapping[int, Array]) -> dict[int, Array]:
-        """Runs one part, and observes. Returns what later parts need.
+        """Runs one part, and observes its products. Returns what later parts need.
 
         **Arguments:**
 
@@ -128,13 +128,13 @@ class StagedProgram:
         return {name: found[results[name]] if name in results else kept[name] for name in part.kept}
 
     def _find_equal(self, stage: WeightStage) -> dict[int, int]:
-        """Returns for each index of layers of a stage the first one of the same value."""
+        """Maps each layer-index argument of a stage to the first one of the same value."""
         first: dict[Hashable, int] = {}
         chosen = {name: n for name, (n, _) in self._indices.items() if n in stage.indices and self._weights[n].once}
         return {name: first.setdefault(len(self._idle[name]), name) for name in chosen}
 
     def _find_stale(self) -> Iterator[bool]:
-        """Yields for each stage whether a part until then uses one of its weights."""
+        """Yields for each stage whether a part up to it uses one of its weights."""
         flat, used = self._flat, set[tuple[int, Turn]]()
         layers = {
             (self._owners.get(mark.equation.params["record"]), mark.turn): layer

@@ -198,7 +198,7 @@ class Cursor:
         if item_kind in SCALARS:
             self.skip(length * struct.calcsize(SCALARS[item_kind]), what)
         elif item_kind == TEXT and length <= (self.file.size - self.at) // 8:
-            # Without the checks of `skip` for each item: a vocabulary has a hundred thousand.
+            # Not by `skip`, which checks each item: a vocabulary has a hundred thousand.
             buffer, stop = self.file.buffer, self.at
             for _ in range(length):
                 if stop > self.file.size:

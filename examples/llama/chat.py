@@ -1,4 +1,4 @@
-"""A conversation with an instruct model. The cache keeps what was said, so that each turn reads only what is new."""
+"""A conversation with an instruct model, whose cache keeps what was said between turns."""
 
 import contextlib
 import signal
@@ -27,15 +27,15 @@ class Conversation:
     ) -> None:
         self.generate, self.text, self.stop, self.tokens, self.seed = generate, text, stop, tokens, seed
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.first = len(self.messages)  # the first message that may be forgotten
+        self.first = len(self.messages)  # the first message that may be dropped
         self.ids: list[int] = []
         text.chat([*self.messages, {"role": "user", "content": ""}])  # raises at once if there is no chat template
 
     def ask(self, question: str) -> Iterator[str]:
-        """Gives the answer, piece by piece."""
+        """Yields the answer, piece by piece."""
         self.messages.append({"role": "user", "content": question})
         ids = self._fit()
-        same = sum(1 for _ in _common(self.ids, ids[:-1]))  # at least one token is read, for the one that follows
+        same = sum(1 for _ in _common(self.ids, ids[:-1]))  # read at least one token, to predict the next
         answer: list[int] = []
         shown = ""
         room = min(self.tokens, self.generate.context - len(ids))
@@ -45,7 +45,7 @@ class Conversation:
                     break
                 answer.append(token)
                 so_far = self.text.decode(answer)
-                # Bytes that are no whole character yet wait for the next token.
+                # An incomplete character waits for the next token.
                 if not so_far.endswith("\ufffd"):
                     yield so_far.removeprefix(shown)
                     shown = so_far
@@ -54,7 +54,7 @@ class Conversation:
             self.messages.append({"role": "assistant", "content": self.text.decode(answer)})
 
     def _fit(self) -> list[int]:
-        """The tokens of the conversation. Where they leave no room for an answer, the oldest turn is forgotten."""
+        """The tokens of the conversation. Drops the oldest turns until there is room for an answer."""
         context = self.generate.context
         while len(ids := self.text.chat(self.messages)) + min(self.tokens, context // 4) > context:
             if len(self.messages) == self.first + 1:
@@ -76,7 +76,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> Iterator[int]:
 
 
 def talk(conversation: Conversation, questions: Sequence[str] = ()) -> None:
-    """Prints the answers to the questions; or without any, asks in the terminal, until Ctrl-D."""
+    """Answers the questions; without any, reads them from the terminal until Ctrl-D."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - so that `input` has a history
@@ -103,7 +103,7 @@ def _typed() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """A list that Ctrl-C makes longer. At the second time it raises, as ever."""
+    """A list that the first Ctrl-C makes non-empty. A second one raises as usual."""
     interrupted: list[int] = []
 
     def note(number: int, frame: Any) -> None:

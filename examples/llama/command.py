@@ -1,4 +1,4 @@
-"""What the programs here share: errors of one sentence, and memory that is checked before it is taken."""
+"""What the programs here share: errors in one sentence, and a check that memory suffices."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ _SMALLER = "Quantize it with `--format` or `--cache`, or set a smaller `--contex
 
 
 def check_memory(what: str, nbytes: int) -> None:
-    """Raises a `ValueError` if so many bytes are more than the machine has."""
+    """Raises a `ValueError` if the machine has less memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if nbytes > memory:
         raise ValueError(f"{what} must fit in memory, {show_size(memory)}. Got {show_size(nbytes)}. {_SMALLER}")
@@ -24,7 +24,7 @@ def show_size(nbytes: int) -> str:
 
 @contextlib.contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Ends the program with one sentence, and exit code 1, if something that was given is wrong."""
+    """Ends the program with one sentence and exit code 1 at wrong input or lack of memory."""
     try:
         yield
     except (ValueError, OSError, ImportError) as e:

@@ -214,9 +214,9 @@ def _windows(c: Mapping[str, Any], family: str, layers: int) -> tuple[int, ...]:
     return tuple(size if slides(n) else 0 for n in range(layers))
 
 
-# The architectures of llama.cpp that have another name in config.json.
+# Architectures whose name in config.json differs from llama.cpp's.
 _GGUF_FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
-# How many layers those of 27 billion parameters have, in which a query is scaled by more than its head.
+# The number of layers of the 27B models, which scale queries by the width per head instead of the head size.
 _LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
 
 
@@ -271,11 +271,11 @@ def _from_gguf(checkpoint: eqq.io.Checkpoint) -> Config:
 
 
 def _gguf_scaling(checkpoint: eqq.io.Checkpoint, architecture: Any, positions: int) -> tuple[tuple[str, Any], ...]:
-    """The rotary scaling of a GGUF file, as config.json says it."""
+    """The rotary scaling of a GGUF file, in the terms of config.json."""
     get = lambda key, default: checkpoint.metadata.get(f"{architecture}.rope.scaling.{key}", default)
     kind, factor = get("type", "linear"), get("factor", 0.0) or 1.0
     scaling: dict[str, Any] = {"rope_type": "default"}
-    if "rope_factors_long.weight" in checkpoint:  # its type is not always named
+    if "rope_factors_long.weight" in checkpoint:  # files do not always name its type
         factors = (np.asarray(checkpoint[f"rope_factors_{length}.weight"]).tolist() for length in ("long", "short"))
         scaling = {"rope_type": "longrope", **dict(zip(("long_factor", "short_factor"), map(tuple, factors)))}
     elif kind == "yarn" or (kind == "linear" and factor != 1):
@@ -325,7 +325,7 @@ def stop_tokens(checkpoint: eqq.io.Checkpoint) -> frozenset[int]:
     if checkpoint.dialect == "gguf":
         metadata = checkpoint.metadata
         found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        # Files do not always say what ends a turn, but these texts do.
+        # Files do not always name the tokens that end a turn, but these texts do end one.
         kinds = metadata.get("tokenizer.ggml.token_type", ())
         for i, (token, kind) in enumerate(zip(metadata.get("tokenizer.ggml.tokens", ()), kinds, strict=False)):
             if kind == 3 and token in _END_OF_TURN:

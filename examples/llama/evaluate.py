@@ -1,11 +1,11 @@
-"""Measure a language model on a text, and how far it is from another one, as llama.cpp's `llama-perplexity` does.
+"""Measure perplexity, and divergence from another model, as llama.cpp's `llama-perplexity`.
 
 python evaluate.py MODEL TEXT                           # perplexity, and bits per byte
 python evaluate.py MODEL TEXT --reference FLOAT_MODEL   # also the divergence of the next token
 python evaluate.py MODEL TEXT --format int4 --cache int8 --activations int8
 
-The text is cut into chunks of `--context` tokens, each with the token that begins a text. The second half of each is
-measured: so every token has at least half a chunk before it.
+The text is cut into chunks of `--context` tokens, each starting with BOS, if there is one. Only the second half of each
+is measured, so that every token has at least half a chunk before it.
 """
 
 import argparse
@@ -36,11 +36,11 @@ import eqquant as eqq
 class Evaluation:
     """What was measured for each token.
 
-    - `losses`: minus the logarithm of its probability.
-    - `nbytes`: how long these tokens are as text.
-    - `divergences`: from the reference to the model, in nats; `None` without a reference.
-    - `same`: whether both find the same token the likeliest.
-    - `reference_losses`: as `losses`.
+    - `losses`: its negative log-likelihood, in nats.
+    - `nbytes`: the length of all tokens together, as text.
+    - `divergences`: the Kullback-Leibler divergence of the model from the reference, in nats; `None` without one.
+    - `same`: whether the likeliest token is the same in both.
+    - `reference_losses`: the `losses` of the reference.
     """
 
     losses: np.ndarray
@@ -86,7 +86,7 @@ def _error(x: np.ndarray) -> float:
 
 
 def chunks_of(text: Text, written: str, context: int, limit: int | None = None) -> Int[np.ndarray, "chunks context"]:
-    """The tokens of a text in whole chunks, the first of each replaced by the token that begins every text."""
+    """The tokens of a text in whole chunks. BOS, if any, replaces the first of each."""
     ids = np.asarray(text.encode(written.removesuffix("\n"), special=False), np.int32)
     if len(ids) < 2 * context:  # as llama.cpp
         raise ValueError(
@@ -119,7 +119,7 @@ class _Runner:
 
     def __init__(self, model: Llama, cache: str | None) -> None:
         arrays, static = eqx.partition(model, eqx.is_array)
-        # A list of arrays, because at each call JAX would take a tree of hundreds of modules apart in Python.
+        # A list of arrays, because JAX would flatten a tree of hundreds of modules in Python at each call.
         self.arrays, treedef = jtu.tree_flatten(arrays)
         config, dtype = model.config, model.norm.weight.dtype
 
@@ -146,7 +146,7 @@ def evaluate(
     batch: int = 1,
     show: bool = False,
 ) -> Evaluation:
-    """Measures a model on chunks of tokens, of which it predicts the second halves.
+    """Measures how well a model predicts the second halves of chunks.
 
     `reference`: the model to compare with, of the same vocabulary. `cache`: the format of keys and values of `model`.
     """
@@ -162,7 +162,7 @@ def evaluate(
     run_reference = None if reference is None else _Runner(reference, None)
     first = chunks.shape[1] // 2
     losses, reference_losses, divergences, same, nbytes = [], [], [], [], 0
-    # Whole batches, so that one program is compiled; what a last one repeats is cut off.
+    # Whole batches, so that one program is compiled. The last one may repeat a chunk; `kept` drops it.
     starts = range(0, len(chunks), batch)
     console = Console(stderr=True)
     for start in track(starts, "chunks", console=console, disable=not show):

@@ -51,9 +51,9 @@ _NAMES = (
 
 
 def arrays_of(model: Llama, *, gguf: bool = False) -> dict[str, Any]:
-    """The arrays, packed ones too, by the names of Hugging Face (of Llama alone) or of llama.cpp.
+    """The arrays, packed or not, by their names in Hugging Face (Llama only) or llama.cpp.
 
-    The layers must be a list, and not joined.
+    The layers must be a list, and must not be joined.
     """
     theirs = {names[0]: names[1 + gguf] for names in _NAMES}
     arrays, layers = {}, "blk" if gguf else "model.layers"
@@ -80,8 +80,8 @@ def write_gguf(
 ) -> None:
     """Writes a model, float or in formats that GGUF has.
 
-    `metadata`: what `metadata_of` says of the checkpoint that the model is from: all is kept, but for the type of the
-    file, which llama.cpp finds by itself. Or else a `tokenizer` alone, for a Llama.
+    `metadata`: what `metadata_of` returns for the source of the model. All of it is kept, except for the file type,
+    which llama.cpp finds out itself. For a Llama, a `tokenizer` alone is enough.
     """
     if metadata is None:
         if tokenizer is None:
@@ -104,7 +104,7 @@ def write_gguf(
 
 
 def metadata_of(checkpoint: eqq.io.Checkpoint) -> Mapping[str, Any]:
-    """The key-value pairs of a GGUF file, or those that a folder of Hugging Face gets as one."""
+    """The metadata of a GGUF file, or what a Hugging Face folder gets when converted to one."""
     if checkpoint.dialect == "gguf":
         return checkpoint.metadata
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def metadata_of(checkpoint: eqq.io.Checkpoint) -> Mapping[str, Any]:
 
 
 def _read(values: Any) -> Any:
-    """A list of a GGUF file, which is there no more afterwards."""
+    """Reads an array of the metadata now, because its file will be deleted."""
     items = list(values)
     return items if isinstance(items[0], (str, bool)) else np.array(items, np.int32 if _whole(items) else np.float32)
 
@@ -125,7 +125,7 @@ def _whole(items: list[Any]) -> bool:
 
 
 def _rotary_arrays(config: Config) -> dict[str, np.ndarray]:
-    """What divides the rotary frequencies, which llama.cpp keeps in arrays."""
+    """The divisors of rotary frequencies, which llama.cpp stores as arrays."""
     scaling = dict(config.scaling)
     divisors = np.array(config.divisors)
     if scaling["rope_type"] == "llama3":
@@ -137,7 +137,7 @@ def _rotary_arrays(config: Config) -> dict[str, np.ndarray]:
     return {name: x.astype(np.float32) for name, x in arrays.items()}
 
 
-# The types whose rows are of shorter blocks than 256: how long these are, and their bits per weight.
+# The types with blocks shorter than 256: the block length, and the bits per weight.
 _BLOCKS = {"Q1_0": (128, 1.125), "Q2_0": (64, 2.25), "MXFP4": (32, 4.25), "NVFP4": (64, 4.5), "IQ4_NL": (32, 4.5)}
 _BLOCKS |= {"Q4_0": (32, 4.5), "Q4_1": (32, 5), "Q5_0": (32, 5.5), "Q5_1": (32, 6), "Q8_0": (32, 8.5)}
 _FALLBACKS = ("Q1_0", "Q2_0", "IQ4_NL", "Q5_0", "Q5_1", "Q8_0")
@@ -146,10 +146,11 @@ _FALLBACKS = ("Q1_0", "Q2_0", "IQ4_NL", "Q5_0", "Q5_1", "Q8_0")
 def fit_to_gguf(
     model: Llama, format: Any, **options: Any
 ) -> tuple[dict[str, eqq.extend.AbstractFormat | None], list[str]]:
-    """Rules for `eqq.plan_tree` and `eqq.quantize_tree`, by which each weight gets a type that its width allows.
+    """Returns rules with types that fit each weight, and sentences about what changed.
 
-    Where rows are not whole blocks, the type with the fewest bits that has no fewer bits, or floats if there is none.
-    `format`, `options`: as for `eqq.plan_tree`. Also returns sentences that say what was changed.
+    The rules are for `eqq.plan_tree` and `eqq.quantize_tree`. Where rows are not whole blocks, a weight gets the
+    smallest type of no fewer bits that fits, or stays float if there is none. `format`, `options`: as for
+    `eqq.plan_tree`.
     """
     rules: dict[str, eqq.extend.AbstractFormat | None] = {}
     changes: Counter[tuple[str, int, str]] = Counter()
@@ -202,7 +203,7 @@ def _for_llama_cpp(x: Any, size: int) -> Any:
 
 
 def _sizes(config: Config) -> dict[str, Any]:
-    """What a GGUF file of a Llama says of its sizes."""
+    """The sizes of a Llama, as metadata of a GGUF file."""
     return {
         "general.architecture": "llama",
         "llama.vocab_size": config.vocabulary,

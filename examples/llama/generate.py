@@ -1,7 +1,7 @@
 """Generate text with a language model of the Llama family, from the packed weights of any checkpoint.
 
 python generate.py MODEL "Once upon a time"            # a .gguf file alone, or a Hugging Face folder
-python generate.py MODEL --chat                        # asks in the terminal, and answers as an assistant
+python generate.py MODEL --chat                        # a chat in the terminal
 python generate.py MODEL "One" "Two" --temperature 0.8 --top-p 0.95 --seed 1
 python generate.py MODEL "Once upon a time" --format nf4
 python generate.py MODEL "Once upon a time" --format nf4 --cache int8
@@ -163,7 +163,7 @@ class Generator:
     def start(self, prompts: Sequence[Sequence[int]], seed: int, after: int = 0) -> State:
         """Reads the prompts, and chooses the first token of each.
 
-        `after`: how many tokens of the last call, prompts and new ones, are before them: the cache still holds them.
+        `after`: how many tokens of the last call, prompts and new ones, come before them. The cache still holds these.
         """
         length = min(_padded(max(map(len, prompts))), self.context)
         ids = np.zeros((len(prompts), length), np.int32)
@@ -193,9 +193,9 @@ class Generator:
         seed: int = 0,
         after: int = 0,
     ) -> Iterator[list[int | None]]:
-        """Gives the next token of each prompt, until there are `tokens`, or all have stopped; `None` for those.
+        """Yields the next token of each prompt, or `None` if it has stopped.
 
-        `after`: see `start`.
+        Ends after `tokens`, or when all have stopped. `after`: see `start`.
         """
         self._check(prompts, tokens + after)
         self.state = state = self.start(prompts, seed, after)

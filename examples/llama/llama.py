@@ -135,7 +135,7 @@ class Attention(eqx.Module):
     """Causal attention. Several heads of `q` share one head of `k` and `v`."""
 
     q: eqx.nn.Linear
-    k: eqx.nn.Linear | None  # in `q`, if they are joined; `v` in `q` or in `k`
+    k: eqx.nn.Linear | None  # `None` if joined with `q`; `v` if joined with `q` or `k`
     v: eqx.nn.Linear | None
     output: eqx.nn.Linear
     q_norm: RMSNorm | None
@@ -343,7 +343,7 @@ class Llama(eqx.Module):
 
 
 def layers_are_alike(checkpoint: eqq.io.Checkpoint, *, packed: bool) -> bool:
-    """Whether the layers can be stacked: each weight is stored in one way in all of them. `packed`: none in float."""
+    """Whether layers can be stacked: all store each weight alike (`packed`: none in float)."""
     kinds: dict[str, set[Any]] = {}
     for row in checkpoint.rows:
         if (name := re.sub(r"\d+", "{n}", row.name)) != row.name and len(row.shape) > 1:
@@ -354,7 +354,7 @@ def layers_are_alike(checkpoint: eqq.io.Checkpoint, *, packed: bool) -> bool:
 def load(checkpoint: eqq.io.Checkpoint, dtype: DTypeLike = jnp.float32, *, stacked: bool = False) -> Llama:
     """Loads a model from a checkpoint of any library. Weights that are quantized stay as they are, packed."""
     config = config_of(checkpoint)
-    # Packed arrays take as much as in the file, and others as much as floats.
+    # Packed arrays take as much memory as in the file, others as much as floats of `dtype`.
     nbytes = [
         jnp.dtype(dtype).itemsize * math.prod(row.shape) if row.format is None else row.nbytes
         for row in checkpoint.rows
@@ -369,7 +369,7 @@ def load(checkpoint: eqq.io.Checkpoint, dtype: DTypeLike = jnp.float32, *, stack
 
 
 def with_activations(model: Llama, format: eqq.extend.AbstractFormat | str) -> Llama:
-    """Products with packed weights quantize activations too, also where the embedding is the head."""
+    """Quantizes the activations of products with packed weights, also of a tied head."""
     model = eqq.quantize_activations(model, format)
     weight = model.embedding.weight
     if model.head is not None or not eqq.is_quantized(weight):
@@ -385,7 +385,7 @@ def joined(model: Llama) -> Llama:
     """
 
     def kind(layer: eqx.nn.Linear) -> Any:
-        """Equal for layers whose weights can be one."""
+        """Equal for layers that can be joined."""
         weight, activations = layer.weight, None
         if isinstance(weight, eqq.arrays.ActivationQuantizedArray) and weight.scale is None:
             weight, activations = weight.array, weight.activations
@@ -407,7 +407,7 @@ def joined(model: Llama) -> Llama:
         return eqx.tree_at(lambda f: f.weight, skeleton, weight)
 
     def join(*layers: eqx.nn.Linear) -> list[eqx.nn.Linear | None]:
-        """Each layer that differs from the one before, joined with those like it; `None` in place of these."""
+        """Joins each run of layers of one kind into the first; the others become `None`."""
         alike = [list(group) for _, group in it.groupby(layers, kind)]
         return [f for group in alike for f in (join_alike(group), *[None] * (len(group) - 1))]
 

@@ -1,11 +1,11 @@
-"""Quantize a language model with a text to calibrate on, layer by layer, and train it on the logits of the float model.
+"""Quantize a language model layer by layer, calibrated on a text, and maybe distill it.
 
 python quantize.py MODEL TEXT small.gguf                              # GPTQ to Q4_K
 python quantize.py MODEL TEXT small.gguf --format q3_k --embedding q6_k --distill 2
-python quantize.py MODEL TEXT small.safetensors --format int3 --saved half.safetensors    # goes on if it was stopped
+python quantize.py MODEL TEXT small.safetensors --format int3 --saved half.safetensors    # resumes if it was stopped
 
-MODEL is a folder with config.json and safetensors, or a .gguf file, packed or not. A .gguf file keeps all metadata of
-its source, for llama.cpp; a .safetensors file is for `eqq.load`. Measure both with evaluate.py.
+MODEL is a folder with config.json and safetensors, or a .gguf file, packed or not. Write a .gguf file for llama.cpp,
+which keeps all metadata of its source, or a .safetensors file for `eqq.load`. Measure a .gguf file with evaluate.py.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import eqquant as eqq
 
 
 METHODS = {"gptq": eqq.GPTQ(), "learned": eqq.LearnedRounding(), "mse": eqq.MSE()}
-SECONDS = 60.0  # between two saved models
+SECONDS = 60.0  # between two saves
 
 
 def compute_hidden(model: Llama, ids: Int[Array, "batch length"]) -> Float[Array, "batch length hidden"]:
@@ -60,7 +60,10 @@ def quantize(
     saved: Path | None = None,
     show: bool = True,
 ) -> Llama:
-    """Quantizes a float model layer by layer. `distill`: passes over the windows. `saved`: where to go on from."""
+    """Quantizes a float model layer by layer.
+
+    `distill`: passes over the windows. `saved`: a file to resume from.
+    """
     batches = [jnp.asarray(row[None]) for row in windows]
     q = model if saved is None or not saved.exists() else eqq.load(saved, model)
     wanted = [row.path for row in eqq.plan_tree(model, rules).leaves if row.format is not None]
@@ -159,7 +162,7 @@ def smoke() -> None:
         small = eqq.io.open(folder / "small.gguf")
         source = eqq.io.open(model)
         assert {key for key in source.metadata} - {key for key in small.metadata} <= {"general.file_type"}
-        # It goes on from a model of which the first layer is done, and from one that is whole.
+        # It resumes from a model whose first layer is done, and from a finished one.
         float_model, half = load(eqq.io.open(model)), folder / "half.safetensors"
         eqq.save(half, eqq.quantize_tree(float_model, {"layers.0.*": "int2", "*": None}))
         for out in ("small", "again"):

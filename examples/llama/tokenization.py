@@ -1,4 +1,4 @@
-"""Text to tokens and back, and messages to tokens: by a `tokenizer.json`, or by the tokenizer inside a GGUF file."""
+"""Tokenizers and chat templates, from a folder with `tokenizer.json` or from a GGUF file."""
 
 import datetime
 import json
@@ -19,8 +19,8 @@ Message = Mapping[str, str]  # {"role": "user", "content": "Hi"}
 class Text:
     """Tokens to text and back; without a tokenizer, numbers.
 
-    - `chat_template`: what makes a text of messages, in the language of Jinja.
-    - `names`: texts that the template asks for, such as `bos_token`.
+    - `chat_template`: a Jinja template that formats messages as text.
+    - `names`: values of variables of the template, such as `bos_token`.
     """
 
     def __init__(
@@ -33,12 +33,15 @@ class Text:
 
     @property
     def first(self) -> int | None:
-        """The token that begins every text, or `None`."""
+        """The token that begins every text (BOS), or `None`."""
         begin = self.encode("")[:1]
         return begin[0] if begin and self.encode("a")[:1] == begin else None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text, with those that begin and end it. `special`: text such as `</s>` is one token."""
+        """The tokens of a text, with BOS and EOS if the tokenizer adds them.
+
+        `special`: text such as `</s>` is one token.
+        """
         if self.tokenizer is not None:
             self.tokenizer.encode_special_tokens = not special
             return self.tokenizer.encode(text).ids
@@ -157,7 +160,7 @@ def _cased(digits: str, ending: str) -> str:
     return rf"{before}{_UPPER}*{_LOWER}+{ending}|{before}{_UPPER}+{_LOWER}*{after}"
 
 
-# By the names that llama.cpp gives them: the expressions that cut text, one after another, before bytes are merged.
+# By llama.cpp's names of pre-tokenizers: the expressions that split text, one after another, before BPE.
 _CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): (
         _words(r"\p{N}{1,3}"),
@@ -183,17 +186,17 @@ _CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("viking",): (" ?[^(\\s|.,!?…。，、।۔،)]+", r"\p{N}"),
 }
 _PRE_TOKENIZERS = {name: cuts for names, cuts in _CUTS.items() for name in names}
-# Words that are tokens are not merged from bytes.
+# These take a word that is a token as it is, without merges.
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
 _WHOLE_WORDS |= {"glm4", "glm5", "tekken"}
-_BEGIN = _WHOLE_WORDS - {"glm4", "glm5"}  # with the token of the beginning, unless the file says otherwise
+_BEGIN = _WHOLE_WORDS - {"glm4", "glm5"}  # these add BOS, unless the file says otherwise
 
-# By the model: the tokens of the beginning and of the end, unless the file says otherwise.
+# BOS and EOS by kind of tokenizer, unless the file says otherwise.
 _DEFAULT_ENDS = {"gpt2": (11, 11), "llama": (1, 2), "t5": (None, 1)}
 
 
 def tokenizer_of_gguf(checkpoint: eqq.io.Checkpoint) -> "Tokenizer":
-    """The tokenizer of a GGUF file, with its special tokens, and the tokens that begin and end every text."""
+    """The tokenizer of a GGUF file, with its special tokens, BOS and EOS."""
     from tokenizers import AddedToken, processors
 
     model = _get(checkpoint, "tokenizer.ggml.model", str)
@@ -274,7 +277,7 @@ def _unigram(checkpoint: eqq.io.Checkpoint, tokens: list[str]) -> "Tokenizer":
     if scores is None:
         _refuse(checkpoint, "hold the scores of its tokens", "none")
     kinds = _list(checkpoint, "tokenizer.ggml.token_type", len(tokens)) or [1] * len(tokens)
-    # Scores of other tokens may be lower than those of text, and the score of the unknown token is below the least.
+    # Zero for tokens that are not text: the library scores unknown text below the least score, which theirs may lower.
     pieces = [(token, score if kind == 1 else 0.0) for token, score, kind in zip(tokens, scores, kinds, strict=False)]
     tokenizer = Tokenizer(models.Unigram(pieces, _end(checkpoint, "unknown", tokens, 2), False))
     steps = []

@@ -3,7 +3,7 @@
 Sums of products are exact integers, scaled per block in float32. `x` is int8 codes with a scale per token (row), or
 floats that the kernel quantizes itself: with given scales, or by default dynamically, by the amax of a row over 127. A
 row with a value that is not finite gives NaN. Rows may have zero points too, which integer sums correct. Offsets of
-blocks meet sums of rows of `x`. The kernels are in `native/`, as for `cpu.py`.
+blocks are multiplied by sums over the blocks of `x`. The kernels are in `native/`, as for `cpu.py`.
 """
 
 import jax.numpy as jnp

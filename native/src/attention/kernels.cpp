@@ -56,7 +56,7 @@ EQQ_INLINE Floats capped(Floats score, float cap) {
   return cap * (less_one / (less_one + 2));
 }
 
-// Calls `work(row, Count<n>())` for rows from `row` to `rows`, n at a time. They share what is read of the cache.
+// Calls `work(row, Count<n>())` for the rows from `row` to `rows`, n at a time, which share what is read of the cache.
 template <int kRows = kLanes == 16 ? 4 : 3, typename Work>
 EQQ_INLINE void for_rows(int64_t row, int64_t rows, const Work& work) {
   for (; row + kRows <= rows; row += kRows) work(row, Count<kRows>());
@@ -140,7 +140,7 @@ float exponentials(float* scores, int64_t places, float top) {
   return sum_of(sum);
 }
 
-// Columns `kVectors` vectors wide of the sums of values of `kRows` rows.
+// `kVectors` vectors of columns of the sums of values, for `kRows` rows.
 template <int kRows, int kVectors>
 EQQ_INLINE void mix_columns(const float* shares, int64_t share_row, const float* values, int64_t places, int64_t size,
                             float* sums, int64_t sum_row) {

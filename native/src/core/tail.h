@@ -1,5 +1,5 @@
-// A partial last segment of a row as kernels of whole segments multiply it: each of its planes is padded to 64 bytes,
-// where x is zero. Codes that lie there belong to the next row, or are zero.
+// Lets the kernels of whole segments multiply a partial last segment of a row: each of its planes is padded to 64
+// bytes, and x is zero in the padding. Codes there belong to the next row, or are zero.
 #pragma once
 
 #include <string.h>
@@ -9,17 +9,17 @@
 
 namespace {
 
-// Which block each group of lanes of a plane belongs to.
+// The block of each group of lanes of a partial last segment.
 struct TailGroups {
   int64_t first, count;  // where the segment begins in its row, and its codes
   int64_t plane;         // bytes, and so codes, of a plane
   int64_t planes;
-  int64_t groups;  // of a plane, equal in length: 1, 2 or 4; 0 if groups of 16 lanes have codes of several blocks
+  int64_t groups;  // of a plane, of equal length: 1, 2 or 4; 0 if even groups of 16 lanes have several blocks
   int64_t block, blocks;
-  int32_t at[32];  // the block of each group, from `block` on; -1 of padding
+  int32_t at[32];  // the block of each group, counted from `block`; -1 for padding
 };
 
-// Tries so many groups of a plane; returns whether each has one block.
+// Divides each plane into so many groups; returns whether each lies in one block.
 EQQ_INLINE bool divide_tail(const Problem& p, int64_t groups, TailGroups* t) {
   const int64_t width = kPlane / groups;
   for (int64_t i = 0; i < t->planes * groups; ++i) {
@@ -48,7 +48,7 @@ EQQ_INLINE TailGroups tail_groups(const Problem& p) {
   return t;
 }
 
-// The values of the groups of a row, from those of its blocks from `t.block` on.
+// Copies the values of blocks, from `t.block` on, to their groups.
 template <typename T>
 EQQ_INLINE void spread_tail(const TailGroups& t, const T* blocks, T* out) {
   for (int64_t i = 0; i < t.planes * t.groups; ++i) out[i] = t.at[i] < 0 ? 0 : blocks[t.at[i]];

@@ -230,7 +230,7 @@ struct Dot {
     loops.tail(bytes, 0, scales, 1, D::table256(shared), D::open_shared(s, shared).mask, x, x_row, sums);
   }
 
-  // The same where rows have blocks, of which groups of lanes are parts.
+  // The same for rows with blocks, if each group of lanes lies in one block.
   static void multiply_groups(const Problem& p, const Shape& s, const void* shared, const Loops& loops,
                               const TailGroups& tail, int64_t row, int64_t count, const Group& g, const float* floats,
                               float* own, const float* x, int64_t x_row, F* sums) {
@@ -250,7 +250,7 @@ struct Dot {
     multiply_tail(p, s, shared, loops, row, count, scales, x, x_row, sums);
   }
 
-  // The same, decoded to memory, which has room for one.
+  // The same for other blocks: decoded to memory, which has room for one row's.
   static void multiply_last(const Problem& p, const Shape& s, const void* shared, const Loops& loops, int64_t row,
                             int64_t count, float* own, float* tail, const float* x, int64_t x_row, F* sums) {
     for (int64_t r = 0; r < count; ++r) {

@@ -68,13 +68,14 @@ struct Shape {
   int64_t tail;             // decoded floats of a partial last segment
   int64_t padded;           // decoded floats of a row
   Mode mode;                // the mode of whole segments
-  Mode tail_mode;           // of the last segment, if it is multiplied as a whole one; otherwise `kAnyBlock`
+  Mode tail_mode;           // of a partial last segment, if it is multiplied as a whole one; otherwise `kAnyBlock`
   int64_t grain;            // codes per expanded scale: 64, 32 or 16
 };
 
-// How whole segments' kernels multiply the last one, whose padding meets zeros of x: unless that could be NaN.
+// The mode in which kernels of whole segments multiply the last one. Its padding is multiplied by zeros of x, which is
+// NaN if a value of the table is not finite: then `kAnyBlock`.
 EQQ_INLINE Mode tail_mode_of(const Problem& p) {
-  // Of codes of eight bits padding is zero, of others any.
+  // Padding is zero with codes of eight bits, and any code with others.
   for (int i = 0; i < (p.bits == 8 ? 1 : 1 << p.bits); ++i)
     if (!(__builtin_fabsf(p.table[i]) < __builtin_inff())) return kAnyBlock;
   const int64_t groups = tail_groups(p).groups;
@@ -104,7 +105,7 @@ EQQ_INLINE Shape shape_of(const Problem& p, int64_t direct) {
     s.mode = kAnyBlock;
   }
   // With more rows, multiplying padding would cost more than decoding the tail to logical order; and blocks of the tail
-  // are vectors only in that order, unless groups of lanes are.
+  // are whole vectors only in that order, unless each group of lanes lies in one block.
   const bool divides = s.mode != kAnyBlock && s.mode != kOneScale && s.segments > s.whole && p.m <= min64(direct, 3);
   s.tail_mode = divides ? tail_mode_of(p) : kAnyBlock;
   const int64_t most = s.mode == kOneScale || s.tail_mode != kAnyBlock ? direct : s.mode == kAnyBlock ? 1 : 0;

@@ -24,7 +24,7 @@ struct Int8Detail {
   int64_t m_padded;
   int64_t panels;                        // parts of the preparation of one batch
   int64_t sums, lanes, x;                // where they are in shared memory: sums of runs, of lanes, and codes
-  int64_t tail;                          // likewise what a partial last segment meets in registers, or 0
+  int64_t tail;                          // likewise x for a partial last segment in registers, or 0
   int64_t scale_at, partial_at, sum_at;  // likewise in the memory of a thread
 };
 

@@ -36,13 +36,13 @@ struct Int8OneRow {
     return (r.size <= 64 || t.first % r.size == 0) && (t.count == 0 || t.groups > 0);
   }
 
-  // The bytes of what a partial last segment meets: codes of x, and their sums by lanes.
+  // The bytes of x for a partial last segment: codes, and their sums by lanes.
   EQQ_INLINE int64_t tail_bytes(const Int8Problem& q, const Runs& r) {
     const int64_t planes = 8 / q.p.bits;
     return r.count > 1 && q.p.k % (64 * planes) > 0 ? planes * (64 + 4 * L) : 0;
   }
 
-  // Writes them, from the packed row: planes are padded with zeros.
+  // Writes them from packed x: planes are padded with zeros.
   static void pack_tail(const Problem& p, int32_t factor, const uint8_t* x, uint8_t* out) {
     const TailGroups t = tail_groups(p);
     memset(out, 0, 64 * t.planes);
@@ -94,7 +94,8 @@ struct Int8OneRow {
 
   // Sums of scaled products of `kRegisterRows` rows in blocks: `kBlocks` in a vector, or with 0 one in several vectors.
   // The rows share what is loaded of `x`. Rows past `count` are the last one again. `decoded`: the scales of the rows,
-  // one row's behind another's; or null, then they are decoded here, a step at a time. `biases`: likewise of codes.
+  // one row's behind another's; or null, then they are decoded here, a step at a time. `biases`: likewise the
+  // offsets of their codes.
   template <int kBits, bool kLookUp, int kBlocks, bool kZero>
   static void many_scales(const Problem& p, const Runs& r, const Integers& v, int64_t row, int64_t count,
                           const uint8_t* x, const int32_t* lanes, const float* decoded, const int32_t* biases, I table,

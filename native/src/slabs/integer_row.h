@@ -1,11 +1,12 @@
 // One row of x times integers of two to six bits: rows of the weight are decoded and multiplied in registers, in
-// integers. With AVX-512 only those whose codes lie in several bytes, whose blocks have offsets, or whose scales are
-// codes, as in GGUF's K-quants; others are as fast in floats.
+// integers. With AVX-512 only if codes span bytes, blocks have offsets, or scales are codes, as in GGUF's K-quants:
+// other weights are as fast in floats.
 //
 // x is rounded to 24 or 31 bits, whose bytes are called slices, and codes are multiplied by each (Ozaki's scheme,
 // https://arxiv.org/abs/2306.11975). Quantized activations are one slice. Sums of four products fit in 16 bits, so that
 // integer scales are a second product. Sums are exact within a span: one or four planes (64 or 256 numbers) with one
-// float scale of the weight and one of x. Zero points are offsets, which meet sums of blocks of x.
+// float scale of the weight and one of x. Zero points are offsets, which are multiplied by sums of
+// blocks of x.
 #pragma once
 
 #include "float/arrays.h"
@@ -59,7 +60,7 @@ struct IntegerRow {
 
   static bool has_offsets(const Problem& p) { return p.offset != nullptr || p.zero_point != nullptr; }
 
-  // Whether the product of floats reads a weight as fast.
+  // Whether the kernels of floats are as fast for a weight.
   static bool is_plain(const Problem& p) {
     return !is_split(p.bits) && p.scale_codes == nullptr && p.offset == nullptr;
   }
@@ -68,7 +69,7 @@ struct IntegerRow {
     return accepts_weight(*p) && p->k >= kLeast && p->x_column == 1 && !(has_offsets(*p) && p->x_type != kFloat32) &&
            (R::kPlain || !is_plain(*p));
   }
-  // Of integers, the sum of a block stays one: so a block must not be longer than a span, nor have a zero point.
+  // For quantized x. The sum of a block must stay an integer: so it is no longer than a span, and has no zero point.
   static bool accepts_int8(const Int8Problem* problem) {
     const Problem& p = problem->p;
     return accepts_weight(p) && !problem->affine && !is_plain(p) && p.zero_point == nullptr && p.blocks > 1 &&
@@ -257,7 +258,7 @@ struct IntegerRow {
     return __builtin_convertvector(__builtin_convertvector(load_vector<Short>(integers), Long), EightFloats);
   }
 
-  // The memory of a thread: what the rows of a unit are multiplied by. Calls for all of them take less time.
+  // The memory of a thread: scales and offsets of the rows of a unit, decoded together: faster than row by row.
   struct Scales {
     const Problem& p;
     const Detail& d;

@@ -23,7 +23,7 @@ typedef struct SlabKernel {
                  float* out, float* room);
   // Adds a multiple of scales to offsets.
   void (*add_multiple)(const float* scales, int64_t count, float factor, float* offsets);
-  // Sums of the blocks of row `m` of x, also of quantized ones.
+  // Sums of the blocks of row `m` of x, which may be quantized.
   void (*sums)(const Problem*, int64_t batch, int64_t m, float* out);
   void (*sums_int8)(const Int8Problem*, int64_t batch, int64_t m, float* out);
   // Adds products with the offsets of a slab, a problem of one batch, to its results. `sums` belong to all rows of x.
@@ -32,7 +32,7 @@ typedef struct SlabKernel {
   void (*add_transposed)(const Problem* slab, const float* offsets, float* room);
   // The first of the kernels that multiply some of these weights as they are, without slabs; or null.
   const MatmulKernel* packed;
-  const Int8Kernel* packed_int8;  // likewise of integers
+  const Int8Kernel* packed_int8;  // likewise for quantized x
 } SlabKernel;
 
 // How a weight is divided into slabs.
@@ -56,8 +56,8 @@ class Slabs {
   // Adds the products with its offsets, once the slab is multiplied.
   void add(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own,
            const float* sums) const;
-  // Multiplies rows of x with infinities again, number by number. Codes and offsets were multiplied apart: an infinity
-  // times each may give infinities of opposite signs, whose sum is NaN, where the weight has one sign.
+  // Multiplies rows of x with infinities again, number by number. Codes and offsets were multiplied separately: an
+  // infinity times each may give infinities of opposite signs, whose sum is NaN though the weight has one sign.
   void add_infinite(const SlabKernel& kernel, const Problem& problem, int64_t batch, int64_t index, void* own,
                     const float* sums) const;
 

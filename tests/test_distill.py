@@ -336,3 +336,10 @@ def test_errors_of_the_divergence(words):
     nan = eqx.tree_at(lambda m: m.layer.bias, model, model.layer.bias.at[0].set(jnp.nan))
     with pytest.raises(ValueError, match="The loss must be finite at the start. Got nan"):
         eqq.distill(q, nan, data, apply=logits_of, loss="kl", progress=False)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_loss_is_known(setting):
+    model, x, _ = setting
+    with pytest.raises(ValueError, match="`loss` must be a function, or None"):
+        eqq.distill(eqq.quantize_tree(model, "int4"), model, x, loss="kll", progress=False)

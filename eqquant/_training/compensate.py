@@ -19,7 +19,6 @@ from .._types import PyTree
 
 # Added to the Gram matrix, relative to the mean of its diagonal, so that rare inputs count a little.
 _DAMPING = 0.01
-_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def find_factors(

@@ -437,6 +437,8 @@ def _make_trainable(leaf: Leaf, codes: bool) -> _TrainableFloats | _TrainableQua
 
 
 def _compare_outputs(loss: Loss | None) -> Criterion:
+    if isinstance(loss, str):
+        raise ValueError(f'`loss` must be a function, or None; "kl" is for `eqq.distill`. Got {loss!r}.')
     compute = loss or _relative_error
     return Criterion(lambda _, outputs, __, wanted: compute(outputs, wanted), lambda _, outputs: outputs, keeps=True)
 

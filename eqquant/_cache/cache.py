@@ -251,7 +251,7 @@ class QuantizedCache(eqx.Module):
         **Raises:**
 
         `TypeError` if `length` is not of integers. `ValueError` for another shape, and, outside `jit`, if it is
-        negative, or if the `length` of the cache was replaced. Inside `jit` a negative length is 0.
+        negative. Inside `jit` a negative length is 0.
         """
         self._check_fields()
         length = jnp.asarray(length)

@@ -248,7 +248,7 @@ def test_remedies_of_convolutions(getkey):
 
     x = jnp.ones((1, 8, 6, 6))
     plain = {weight.path: weight for weight in eqq.explain(call, model, x).weights}
-    assert "eqq.quaxify(f)`; if it is" in plain["one"].remedy and not plain["one"].windowed
+    assert "eqq.quaxify(f)`; if you already do" in plain["one"].remedy and not plain["one"].windowed
     run = eqq.quaxify(call)
     found = {weight.path: weight for weight in eqq.explain(run, model, x).weights}
     assert found["one"].roles == ("packed",) and not found["one"].remedy

@@ -24,7 +24,7 @@ from .._native import library
 from .._native.weight import StoredWeight
 from .._numerics.scale_bits import scale_to_bits
 from .kernels import xla, xla_codes, xla_cpu
-from .kernels.packed import decode_bytes, PackedWeight
+from .kernels.packed import as_integers, decode_bytes, PackedWeight
 from .problem import MatmulProblem, TargetDevice
 from .rows import AbstractRows, Activations, StaticRows
 from .selected import SelectedArray
@@ -241,10 +241,7 @@ _SMALL = "codes times codes in a small type, which the platform multiplies faste
 def _both_integer(problem: MatmulProblem) -> bool:
     if problem.activations is None:
         return False
-    layout = problem.layout
-    doubled = layout._replace(table=tuple(2 * value for value in layout.table))  # e2m1 has halves of integers
-    is_integer = xla_codes.is_integer(layout) or (layout.bits == 4 and xla_codes.is_integer(doubled))
-    return is_integer and xla_codes.is_integer(problem.x_layout)
+    return xla_codes.is_integer(problem.x_layout) and xla_codes.is_integer(as_integers(problem.layout)[0])
 
 
 _SLOW = 2**20  # weights of at least so many values warn if there are no native kernels

@@ -98,7 +98,7 @@ class LearnedRounding(AbstractMethod):
         if rows.size == 0:  # nothing to move
             return start
         grid = load_grid(start.scale, start.zero_point, start.offset, format)
-        damp = lambda gram: _damp(gram, self.damping)
+        damp = lambda gram: damp(gram, self.damping)
         descend = lambda gram, columns, codes, grid: _descend(gram, columns, codes, grid, format, self.rounds)
         codes, scale = map_layers(damp, descend, [gram], chunk, rows, start.codes, grid)
         scale_bits = scale_to_bits(scale, format.scale_dtype) if _fits(format) else start.scale
@@ -108,12 +108,6 @@ class LearnedRounding(AbstractMethod):
 def _fits(format: AbstractFormat) -> bool:
     """Whether the scale of each block can change alone."""
     return format.scale_format is None and format.block_size != "tensor"
-
-
-def _damp(gram: Float32[Array, "length length"], damping: float) -> Float32[Array, "length length"]:
-    """Returns the Gram matrix with a mean of about one on its diagonal, and damped."""
-    mean = jnp.mean(jnp.diagonal(gram))
-    return gram / jnp.where(mean > 0, mean, 1) + damping * jnp.eye(len(gram), dtype=gram.dtype)
 
 
 def _descend(

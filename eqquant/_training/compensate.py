@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32
 from .._array.checks import check_finite
 from .._array.value import AbstractArrayValue
 from .._methods.fingerprint import check_same_weight
-from .._methods.statistics import check_statistic, InputsError, LeafStats
+from .._methods.statistics import check_statistic, damp, InputsError, LeafStats
 from .._numerics.batching import vmap_leading
 from .._tree.leaves import Leaf
 from .._types import PyTree
@@ -99,9 +99,7 @@ def _approximate(
 ) -> tuple[Float32[Array, "rows rank"], Float32[Array, "rank columns"]]:
     r"""Returns factors, whose product $P$ has the least $\operatorname{tr} (E - P) G (E - P)^T$."""
     rows, columns = error.shape
-    mean = jnp.mean(jnp.diagonal(gram))
-    damped = gram / jnp.where(mean == 0, 1, mean) + _DAMPING * jnp.eye(columns)
-    lower = jnp.linalg.cholesky(damped)
+    lower = jnp.linalg.cholesky(damp(gram, _DAMPING))
     matmul = ft.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     weighted = matmul(error, lower)
     # The best approximation projects `weighted` on its top singular vectors, on the shorter side.

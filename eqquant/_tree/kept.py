@@ -40,7 +40,7 @@ class Kept:
         if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f'`keep_dtype` must be a floating-point dtype, such as "bfloat16". Got {dtype!r}.')
         if folder is not None and not Path(folder).is_dir():
-            raise ValueError(f"`keep_in` must be a folder that exists. Got {str(folder)!r}. Make it first.")
+            raise ValueError(f"`keep_in` must be a folder. Got {str(folder)!r}. Make it first.")
         self._dtype = dtype
         self._folder = None if folder is None else Path(tempfile.mkdtemp(prefix="eqquant-", dir=folder))
         if self._folder is not None:

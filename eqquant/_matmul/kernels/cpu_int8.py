@@ -12,6 +12,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int8, UInt8
 
 from ..._native import calls, library
 from ..._native.weight import Layout, StoredWeight
+from .packed import as_integers
 from .target import TargetDevice
 
 
@@ -24,16 +25,10 @@ def refusal(
         return f"its results are float32, bfloat16 or float16, not {jnp.dtype(dtype)}"
     if (calls.has_byte_codes(layout) or layout.offsets) and layout.kind != "integer":
         return f"it multiplies integers, and these codes of {layout.bits} bits are not consecutive ones"
-    table = np.asarray(layout.table) * _factor(layout)
+    table = np.asarray(as_integers(layout)[0].table)
     if not (table == np.trunc(table)).all() or np.abs(table).max() > 255 or np.ptp(table) > 255:
         return "it multiplies integers of at most eight bits, and the values of this format are not such"
     return "there is nothing to multiply" if m == 0 or n == 0 or layout.length == 0 else library.refusal()
-
-
-def _factor(layout: Layout) -> int:
-    """Returns 2 if the values are halves of integers, such as those of e2m1, and otherwise 1."""
-    table = np.asarray(layout.table)
-    return 1 if calls.has_byte_codes(layout) or (table == np.trunc(table)).all() else 2
 
 
 def matmul(
@@ -58,11 +53,11 @@ def matmul(
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     more = [a for a in (x_scale, x_zero) if a is not None]
     attributes = {"affine": affine or x_zero is not None, "scaled": x_scale is not None}
-    outer, factor = weight.codes.shape[-2], _factor(layout)
+    outer = weight.codes.shape[-2]
+    layout, factor = as_integers(layout)
     if factor > 1:
         scale = jnp.full((*weight.codes.shape[:-1], 1), 1.0) if weight.row_scale is None else weight.row_scale
         weight = weight._replace(row_scale=scale / factor)
-        layout = layout._replace(table=tuple(factor * value for value in layout.table))
     wide = dtype
     if layout.offsets:  # so that the sum of two products is rounded only once
         wide = jnp.dtype(jnp.float32)

@@ -3,6 +3,7 @@
 Zero points are unpacked, and offsets and nested scales decoded.
 """
 
+import functools as ft
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,18 @@ class PackedWeight(NamedTuple):
     row_scale: Float32[Array, "*batch n 1"] | None = None  # a per-channel factor of the scales
     zero_point: UInt8[Array, "*batch n blocks"] | None = None
     offset: Float32[Array, "*batch n blocks"] | None = None
+
+
+@ft.lru_cache
+def as_integers(layout: Layout) -> tuple[Layout, int]:
+    """Returns the layout with doubled values, and 2, if these are integers and the values are not.
+
+    Such are the values of e2m1, in steps of a half. Otherwise returns the layout, and 1. For codes of four bits.
+    """
+    table, doubled = np.asarray(layout.table), 2 * np.asarray(layout.table)
+    if layout.bits != 4 or (table == np.trunc(table)).all() or (doubled != np.trunc(doubled)).any():
+        return layout, 1
+    return layout._replace(table=tuple(doubled.tolist())), 2
 
 
 def pallas_refusal(layout: Layout) -> str | None:

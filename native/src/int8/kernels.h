@@ -71,13 +71,12 @@ struct Int8Kernels {
     d.lanes = d.sums + round_up(4 * p.batch * (r.count + 1) * d.m_padded, 64);
     const bool lanes = W::kCorrects && d.method == kFewMethod && by_lanes(r);
     d.x = d.lanes + (lanes ? 4 * L * p.batch * d.m_padded * W::lane_vectors(r) : 0);
-    d.tail = round_up(d.x + p.batch * d.m_padded * row_codes(r) * W::kBytes, 64);
-    out->shared_bytes = d.tail;
-    if constexpr (U::kInRegisters) {
-      const int64_t tail = Int8OneRow<U>::in_registers(*problem, r) ? Int8OneRow<U>::tail_bytes(*problem, r) : 0;
-      out->shared_bytes += p.batch * tail;
-      if (tail == 0) d.tail = 0;
-    }
+    const int64_t end_of_x = round_up(d.x + p.batch * d.m_padded * row_codes(r) * W::kBytes, 64);
+    int64_t tail = 0;
+    if constexpr (U::kInRegisters)
+      if (Int8OneRow<U>::in_registers(*problem, r)) tail = Int8OneRow<U>::tail_bytes(*problem, r);
+    d.tail = tail > 0 ? end_of_x : 0;
+    out->shared_bytes = end_of_x + p.batch * tail;
     out->parts = p.batch * d.panels;
     out->units = p.batch * d.row_blocks * d.chunks;
     // Decoded rows, and one more to decode in; scales and offsets; sums.

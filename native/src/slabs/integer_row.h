@@ -234,16 +234,20 @@ struct IntegerRow {
     reinterpret_cast<Row*>(shared)->slices = 1;
     const typename X::Row row = X::row_at(*problem, batch, batch * p.x_batch);
     float* scales = reinterpret_cast<float*>(shared + sizeof(Row));
+    float* sums = reinterpret_cast<float*>(shared + d.sums);
     for (int64_t i = 0; i < d.spans; ++i) scales[i] = row.scale;
+    memset(sums, 0, d.slices - d.sums);
+    int32_t sum = 0;  // of a block, which is a multiple of 16
     for (int64_t k = 0; k < d.planes * kPlane; k += kPlane) {
       int8_t codes[kPlane] = {0};
-      const int64_t count = min64(p.k - k, kPlane);
-      X::read_codes(*problem, batch * p.x_batch + k * p.x_column, count, row, codes);
+      X::read_codes(*problem, batch * p.x_batch + k * p.x_column, min64(p.k - k, kPlane), row, codes);
       write_plane(d, codes, reinterpret_cast<uint8_t*>(shared + d.slices + 2 * k));
+      for (int64_t i = k; has_offsets(p) && i < min64(k + kPlane, p.k); i += 16) {
+        for (int j = 0; j < 16; ++j) sum += codes[i - k + j];
+        sums[i / p.block_size] = static_cast<float>(sum) * row.scale;
+        if ((i + 16) % p.block_size == 0) sum = 0;
+      }
     }
-    if (!has_offsets(p)) return;
-    memset(shared + d.sums, 0, d.slices - d.sums);
-    sums_of_int8_row(problem, batch, 0, reinterpret_cast<float*>(shared + d.sums));
   }
 
   //
@@ -338,33 +342,29 @@ struct IntegerRow {
       for (int64_t i = p.blocks; i < round_up(d.spans * kLongSpan * (kPlane / p.block_size), 16); ++i) out[i] = 0;
     }
 
-    // Adds the products of the offsets of the rows and the sums of x.
+    // Adds the products of float offsets of the rows and the sums of x.
     void add_offsets(const float* sums, float* out) const {
-      if (!has_offsets(p)) return;
-      if (p.scale_codes == nullptr) {
-        constexpr int kRows = 4;
-        for (int64_t r = 0; r < count; r += kRows) {
-          const float* rows[kRows];
-          float results[kRows];
-          for (int64_t i = 0; i < kRows; ++i) rows[i] = offsets + min64(r + i, count - 1) * p.blocks;
-          multiply_sums<kRows>(rows, sums, p.blocks, results);
-          for (int64_t i = r; i < min64(r + kRows, count); ++i) out[i] += results[i - r];
-        }
-        return;
-      }
+      if (!has_offsets(p) || p.scale_codes != nullptr) return;
+      Problem q = p;
+      q.n = count;
+      q.y = out;
+      q.y_column = 1;
+      add_products(&q, offsets, sums);
+    }
+
+    // The product of offsets that are codes, of the row that was fetched last.
+    float multiply_offsets(int64_t r, const float* sums) const {
+      if (p.offset_codes == nullptr) return 0;
+      unpack_integers(p.offset_codes, r, integer_offsets);
       const int64_t in_span = kLongSpan * kPlane / p.block_size;  // 8 or 16
-      for (int64_t r = 0; r < count; ++r) {
-        unpack_integers(p.scale_codes, r, integer_scales);
-        unpack_integers(p.offset_codes, r, integer_offsets);
-        EightFloats total = {};
-        for (int64_t block = 0; block < p.blocks; block += 8) {  // beyond the last block sums are zero
-          const int64_t span = r * p.scale_blocks + block / in_span;
-          total += (eight_floats(integer_scales + block) * (scale[span] * d.middle) +
-                    eight_floats(integer_offsets + block) * offsets[span]) *
-                   load_vector<EightFloats>(sums + block);
-        }
-        out[r] += reduce_vector<float, 8>(total, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+      EightFloats total = {};
+      for (int64_t block = 0; block < p.blocks; block += 8) {  // beyond the last block sums are zero
+        const int64_t span = r * p.scale_blocks + block / in_span;
+        total += (eight_floats(integer_scales + block) * (scale[span] * d.middle) +
+                  eight_floats(integer_offsets + block) * offsets[span]) *
+                 load_vector<EightFloats>(sums + block);
       }
+      return reduce_vector<float, 8>(total, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
     }
   };
 
@@ -412,7 +412,7 @@ struct IntegerRow {
         for (int64_t i = 0; i * kPlane < left; ++i)
           multiply(R::load_codes(rest + i * kPlane), i, i % kSpan == kSpan - 1 || (i + 1) * kPlane >= left);
       }
-      out[r] = Sums::sum(a);
+      out[r] = Sums::sum(a) + scales.multiply_offsets(r, sums);
     }
     scales.add_offsets(sums, out);
   }

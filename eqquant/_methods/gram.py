@@ -69,3 +69,9 @@ def map_layers(
         return map_chunks(compute_rows, chunk, *arrays)
 
     return vmap_leading(compute, grams[0].ndim - 2)(grams, *arrays)
+
+
+def damp(gram: Float32[Array, "length length"], damping: float) -> Float32[Array, "length length"]:
+    """Returns the Gram matrix with a mean of about one on its diagonal, and damped."""
+    mean = jnp.mean(jnp.diagonal(gram))
+    return gram / jnp.where(mean > 0, mean, 1) + damping * jnp.eye(len(gram), dtype=gram.dtype)

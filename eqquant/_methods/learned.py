@@ -15,7 +15,7 @@ from .._numerics.scale_bits import bits_to_scale, scale_to_bits
 from .base import AbstractMethod
 from .choose import Rows
 from .gptq import GPTQ
-from .gram import check_gram, get_gram, HIGHEST, map_layers, WIDTH
+from .gram import check_gram, damp, get_gram, HIGHEST, map_layers, WIDTH
 from .grid import decode_by, encode_by, EncodedRows, Grid, load_grid
 from .mse import MSE
 from .statistics import Inputs
@@ -98,9 +98,9 @@ class LearnedRounding(AbstractMethod):
         if rows.size == 0:  # nothing to move
             return start
         grid = load_grid(start.scale, start.zero_point, start.offset, format)
-        damp = lambda gram: damp(gram, self.damping)
+        prepare = lambda gram: damp(gram, self.damping)
         descend = lambda gram, columns, codes, grid: _descend(gram, columns, codes, grid, format, self.rounds)
-        codes, scale = map_layers(damp, descend, [gram], chunk, rows, start.codes, grid)
+        codes, scale = map_layers(prepare, descend, [gram], chunk, rows, start.codes, grid)
         scale_bits = scale_to_bits(scale, format.scale_dtype) if _fits(format) else start.scale
         return start._replace(codes=codes, scale=scale_bits)
 

@@ -197,12 +197,6 @@ def weigh_columns(inputs: Inputs) -> Float32[Array, "*stack length"]:
     return jnp.where(mean > 0, moments / jnp.where(mean > 0, mean, 1), 1) + _DAMPING
 
 
-def damp(gram: Float32[Array, "length length"], damping: float) -> Float32[Array, "length length"]:
-    """Returns the Gram matrix with a mean of about one on its diagonal, and damped."""
-    mean = jnp.mean(jnp.diagonal(gram))
-    return gram / jnp.where(mean > 0, mean, 1) + damping * jnp.eye(len(gram), dtype=gram.dtype)
-
-
 def check_statistic(
     inputs: Inputs, name: str, method: str, leaf: str, shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> None:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float32
 from .._array.checks import check_finite
 from .._array.value import AbstractArrayValue
 from .._methods.fingerprint import check_same_weight
-from .._methods.statistics import check_statistic, damp, InputsError, LeafStats
+from .._methods.gram import damp
+from .._methods.statistics import check_statistic, InputsError, LeafStats
 from .._numerics.batching import vmap_leading
 from .._tree.leaves import Leaf
 from .._types import PyTree

@@ -30,7 +30,7 @@ class PackedWeight(NamedTuple):
 
 @ft.lru_cache
 def as_integers(layout: Layout) -> tuple[Layout, int]:
-    """Returns the layout with doubled values, and 2, if these are integers and the values are not.
+    """Returns the layout with doubled values, and 2, if only doubled ones are integers.
 
     Such are the values of e2m1, in steps of a half. Otherwise returns the layout, and 1. For codes of four bits.
     """

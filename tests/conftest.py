@@ -165,6 +165,13 @@ def getkey():
     return lambda: jr.key(next(seeds))
 
 
+@pytest.fixture(scope="module")
+def rank_promotion():
+    """As users have it: the examples rely on it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture
 def without_type_checks():
     """As users have it: the tests check types of arguments before the library can speak."""

@@ -17,10 +17,7 @@ from .helpers import import_example
 pytest.importorskip("tokenizers")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _as_users_have_it():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,7 @@ MODELS = json.loads((GOLDEN / "models.json").read_text())
 QUANTIZED = {"bitsandbytes": "NF4", "compressed_tensors": "Int4", "gguf": "Q4_0"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _as_users_have_it():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
 @pytest.fixture(scope="module")

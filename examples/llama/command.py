@@ -1,9 +1,11 @@
-"""What the programs here share: errors in one sentence, and a check that memory suffices."""
+"""What the programs here share: arguments, errors in one sentence, and a check that memory suffices."""
 
+import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 
@@ -20,6 +22,46 @@ def check_memory(what: str, nbytes: int) -> None:
 
 def show_size(nbytes: int) -> str:
     return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:,.1f} KB"
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the arguments of all programs."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", nargs="?", help="a folder with config.json and safetensors, or a .gguf file")
+    add("--tokenizer", type=Path, help="a tokenizer.json; by default the one in the GGUF file, or beside the model")
+    add("--smoke", action="store_true", help="tries everything on a tiny random model")
+    return parser
+
+
+def add_formats(parser: argparse.ArgumentParser) -> None:
+    """Adds the formats and the dtype in which a model runs."""
+    add = parser.add_argument
+    add("--format", help="quantizes the weights that are float: nf4, int4, int8, ...")
+    add("--activations", help="quantizes activations of packed weights, for integer products: int8, ...")
+    add("--cache", help="the format of the cache: int8, int4, fp8, nf4, ...; by default floats")
+    add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of floats and activations")
+
+
+def run_program(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    run: Callable[[argparse.Namespace], object],
+    smoke: Callable[[], None],
+) -> None:
+    """Runs a program, or tries everything with `--smoke`. Arguments may come in any order."""
+    options = parser.parse_intermixed_args(arguments)
+    if options.smoke:
+        return smoke()
+    with errors_as_sentences():
+        run(options)
+
+
+def check_least(options: argparse.Namespace, **least: int) -> None:
+    """Raises a `ValueError` if an option is given and too small."""
+    for name, bound in least.items():
+        if (given := getattr(options, name)) is not None and given < bound:
+            raise ValueError(f"`--{name}` must be at least {bound}. Got {given}.")
 
 
 @contextlib.contextmanager

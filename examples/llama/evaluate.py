@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from command import errors_as_sentences
+from command import add_formats, check_least, make_parser, run_program
 from configuration import Config
 from jaxtyping import Array, Float, Int
 from llama import Cache, joined, layers_are_alike, Llama, load, with_activations
@@ -210,34 +210,22 @@ def table_of(found: Evaluation) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("model", nargs="?", help="a folder with config.json and safetensors, or a .gguf file")
+    add_formats(parser)
     add("text", nargs="?", type=Path, help="a text file")
     add("--reference", help="another model, such as the one in float")
-    add("--tokenizer", type=Path, help="a tokenizer.json; by default the one in the GGUF file, or beside the model")
     add("--context", type=int, default=512, help="tokens of a chunk (default 512)")
     add("--chunks", type=int, help="how many at most")
     add("--batch", type=int, default=1, help="how many chunks at a time (default 1)")
-    add("--format", help="quantizes the weights that are float: nf4, int4, int8, ...")
-    add("--cache", help="the format of the cache: int8, int4, fp8, nf4, ...; by default floats")
-    add("--activations", help="quantizes activations of packed weights, for integer products: int8, ...")
-    add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of floats and activations")
     add("--json", action="store_true", help="prints JSON")
-    add("--smoke", action="store_true", help="tries everything on a tiny random model")
-    options = parser.parse_intermixed_args(arguments)
-    if options.smoke:
-        return smoke()
-    with errors_as_sentences():
-        run(options)
+    run_program(parser, arguments, run, smoke)
 
 
 def run(options: argparse.Namespace) -> Evaluation:
     if options.model is None or options.text is None:
         raise ValueError("MODEL and TEXT must be a model and a text file. Got fewer.")
-    for name in ("batch", "chunks"):
-        if (given := getattr(options, name)) is not None and given < 1:
-            raise ValueError(f"`--{name}` must be at least 1. Got {given}.")
+    check_least(options, batch=1, chunks=1)
     checkpoint = eqq.io.open(options.model)
     alike = layers_are_alike(checkpoint, packed=options.format is None)
     model = load(checkpoint, options.dtype, stacked=alike)

@@ -28,7 +28,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from chat import Conversation, talk
-from command import check_memory, errors_as_sentences, show_size
+from command import add_formats, check_memory, make_parser, run_program, show_size
 from configuration import from_json, stop_tokens
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -270,11 +270,10 @@ def _mesh(devices: int) -> Mesh | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("model", nargs="?", help="a folder with config.json and safetensors, or a .gguf file")
+    add_formats(parser)
     add("prompts", nargs="*", help="texts, or with --ids numbers such as '1 15 27'")
-    add("--tokenizer", type=Path, help="a tokenizer.json; by default the one in the GGUF file, or beside the model")
     add("--ids", action="store_true", help="prompts and texts are numbers of tokens")
     add("--chat", action="store_true", help="a conversation: prompts are questions; without any, asks in the terminal")
     add("--system", help="what the model is told before a conversation; by default what its chat template says")
@@ -286,23 +285,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--top-p", type=float, default=1.0, help="chooses among the likeliest that have this probability together")
     add("--stop", type=int, nargs="*", help="tokens that end a text; by default the tokens of the model")
     add("--seed", type=int, default=0)
-    add("--format", help="quantizes the weights that are float: nf4, int4, int8, ...")
-    add("--activations", help="quantizes activations of packed weights, for integer products: int8, ...")
     add("--fast", action="store_true", help="as --activations int8, which cost 0.0003 nats a token where we measured")
-    add("--cache", help="the format of the cache: int8, int4, fp8, nf4, ...; by default floats")
     add("--mesh", type=int, default=1, help="divides weights and cache among so many devices")
-    add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of floats and activations")
     scan = (
         "stacks the layers, which compiles faster; the default where they are packed alike: floats run slower on a CPU"
     )
     add("--scan", action=argparse.BooleanOptionalAction, help=scan)
     add("--random", choices=RANDOM, help="random weights instead of a model; then prompts are numbers")
-    add("--smoke", action="store_true", help="tries everything on a tiny random model")
-    options = parser.parse_intermixed_args(arguments)
-    if options.smoke:
-        return smoke()
-    with errors_as_sentences():
-        run(options)
+    run_program(parser, arguments, run, smoke)
 
 
 def run(options: argparse.Namespace) -> list[list[int]]:

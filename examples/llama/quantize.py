@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from command import errors_as_sentences, show_size
+from command import check_least, make_parser, run_program, show_size
 from evaluate import chunks_of
 from export import fit_to_gguf, metadata_of, write_gguf
 from jaxtyping import Array, Float, Int
@@ -97,9 +97,8 @@ def quantize(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("model", nargs="?", help="a folder with config.json and safetensors, or a .gguf file")
     add("text", nargs="?", type=Path, help="a text file to calibrate on")
     add("out", nargs="?", type=Path, help="a .gguf file, or a .safetensors file")
     add("--format", default="q4_k", help="of the weights (default q4_k)")
@@ -109,13 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--context", type=int, default=512, help="tokens of a window (default 512)")
     add("--distill", type=int, default=0, metavar="PASSES", help="trains scales and norms on the logits (default 0)")
     add("--saved", type=Path, help="a file that holds the model while it is quantized, to go on from")
-    add("--tokenizer", type=Path, help="a tokenizer.json; by default the one in the GGUF file, or beside the model")
-    add("--smoke", action="store_true", help="tries everything on a tiny random model")
-    options = parser.parse_intermixed_args(arguments)
-    if options.smoke:
-        return smoke()
-    with errors_as_sentences():
-        run(options)
+    run_program(parser, arguments, run, smoke)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -123,9 +116,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("MODEL, TEXT and OUT must be a model, a text file and the file to write. Got fewer.")
     if options.out.suffix not in (".gguf", ".safetensors"):
         raise ValueError(f"OUT must end in .gguf or .safetensors. Got {options.out}.")
-    for name, least in (("windows", 1), ("distill", 0)):
-        if (given := getattr(options, name)) < least:
-            raise ValueError(f"`--{name}` must be at least {least}. Got {given}.")
+    check_least(options, windows=1, context=1, distill=0)
     if options.distill and options.windows < 2:
         raise ValueError("`--distill` needs two windows at least, since it chooses by some of them. Got 1.")
     console = Console(stderr=True, soft_wrap=True)

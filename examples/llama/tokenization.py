@@ -59,12 +59,10 @@ class Text:
                 "For `--chat`, the model must have a chat template, in its GGUF file, chat_template.jinja or "
                 "tokenizer_config.json. Got none. Models without one continue texts: leave out `--chat`."
             )
+        sandbox = _sandbox()
         try:
-            text = (
-                _sandbox()
-                .from_string(self.chat_template)
-                .render(messages=messages, add_generation_prompt=True, **self.names)
-            )
+            template = sandbox.from_string(self.chat_template)
+            text = template.render(messages=messages, add_generation_prompt=True, **self.names)
         except Exception as e:  # a template may raise anything
             raise ValueError(
                 f"The chat template must be in the language of Jinja, and only format messages. Got {e}."

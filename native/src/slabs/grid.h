@@ -1,8 +1,5 @@
 // The grid of `Codec`: vectors of eight or four values that codes index, with signs, or moved by one. These are the IQ
 // types of GGUF (`eqquant/_formats/iq.py`).
-//
-// Eight values are computed at once, as the bytes of one 64-bit integer, the first in its low bits. Each sum fits in
-// its byte once all terms are added, so no byte changes the next.
 #pragma once
 
 #include <string.h>
@@ -14,23 +11,7 @@ namespace {
 
 constexpr int kGridCodes = kGridSegment / 4;  // of a segment, at most
 constexpr uint64_t kOnes = 0x0101010101010101;
-
-// Eight bytes for each combination of signs: 255 for a negative value, 0 for another. With `kEven` there are seven
-// signs, so 128 combinations, and the eighth makes the number of negative values even.
-template <bool kEven>
-struct SignMasks {
-  uint8_t bytes[256][8] = {};
-  constexpr SignMasks() {
-    for (int signs = 0; signs < 256; ++signs)
-      for (int i = 0, count = 0; i < 8; ++i) {
-        const bool negative = kEven && i == 7 ? count % 2 == 1 : (signs >> i & 1) != 0;
-        count += negative;
-        bytes[signs][i] = negative ? 255 : 0;
-      }
-  }
-};
-constexpr SignMasks<false> kSignMasks = {};
-constexpr SignMasks<true> kEvenSignMasks = {};
+typedef uint8_t GridBytes __attribute__((vector_size(32)));
 
 template <typename T>
 EQQ_INLINE uint64_t load_bytes(const uint8_t* p) {
@@ -82,45 +63,86 @@ EQQ_NOINLINE void unpack_codes_of_part(const uint8_t* bytes, const uint8_t* limi
 // The codes of a segment.
 struct GridCodes {
   uint8_t index[2][kGridCodes + kPlane];  // of vectors: the low eight bits, and the others
-  uint8_t moves[kGridCodes + kPlane];     // of kSigns and kEvenSigns: signs; of kDown: 1 where values are one less
+  uint8_t moves[kGridCodes + kPlane];     // signs of eight values; of kDown: 1 where values are one less
   int down_shift;                         // of kDown: values `8 i` to `8 i + 7` have code `i >> down_shift` of `moves`
-  const uint8_t (*masks)[8];              // of kSigns and kEvenSigns: `SignMasks`
 };
+
+// Adds the eighth sign of each byte: the number of negative values is even.
+EQQ_INLINE void add_last_signs(uint8_t* signs) {
+  for (int i = 0; i < kGridSegment / 8; i += 8) {
+    const uint64_t seven = load_bytes<uint64_t>(signs + i);
+    uint64_t sum = seven ^ seven >> 4;  // the lowest bit of a byte becomes the sum of all
+    sum ^= sum >> 2;
+    sum ^= sum >> 1;
+    const uint64_t eight = seven | (sum & kOnes) << 7;
+    memcpy(signs + i, &eight, sizeof eight);
+  }
+}
 
 // Unpacks the parts of a segment of `length` values; returns the end of the segment.
 EQQ_INLINE const uint8_t* unpack_parts(const Codec& codec, const uint8_t* bytes, const uint8_t* limit, int64_t length,
                                        GridCodes* out) {
   for (int i = 0; i < codec.num_parts; ++i) {
     const CodecPart& part = codec.parts[i];
-    const int64_t count = div_up(length, part.values);
+    const int64_t count = (length + part.values - 1) >> __builtin_ctz(part.values);
     unpack_codes_of_part(bytes, limit, count, part.bits, part.kind == kIndex ? out->index[part.low != 0] : out->moves);
     bytes += packed_bytes(count, part.bits);
     if (part.kind == kDown) out->down_shift = part.values == 8 ? 0 : 2;
-    if (part.kind == kSigns) out->masks = kSignMasks.bytes;
-    if (part.kind == kEvenSigns) out->masks = kEvenSignMasks.bytes;
+    if (part.kind == kEvenSigns) add_last_signs(out->moves);
   }
   return bytes;
 }
 
-// Decodes `count` values of a segment; up to seven more are written.
+// Keeps an index in a register of its own: compilers would compute addresses in vectors, and take them out again.
+EQQ_INLINE int64_t in_register(int64_t index) {
+  __asm__("" : "+r"(index));
+  return index;
+}
+
+// GridBytes of 32 values: 255 for a negative one, 0 for another. `signs` has a bit for each.
+EQQ_INLINE GridBytes spread_signs(const uint8_t* signs) {
+  constexpr uint64_t kBits = 0x8040201008040201;
+#if defined(__AVX2__)
+  const __m256i places = _mm256_set_epi64x(3 * kOnes, 2 * kOnes, kOnes, 0), bits = _mm256_set1_epi64x(kBits);
+  const __m256i four = _mm256_set1_epi32(static_cast<int>(load_bytes<uint32_t>(signs)));
+  const __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(four, places), bits);
+  return reinterpret_cast<GridBytes>(_mm256_cmpeq_epi8(spread, bits));
+#else
+  uint64_t bytes[4];
+  for (int i = 0; i < 4; ++i) bytes[i] = ((signs[i] * kOnes & kBits) + 0x7f * kOnes) >> 7 & kOnes;
+  return load_vector<GridBytes>(bytes) * 255;
+#endif
+}
+
+// Decodes `count` values of a segment; up to seven more are written. First vectors are copied; then signs are applied
+// in registers, to many values at once.
 template <int kSize, bool kWide, bool kSigned>
 EQQ_INLINE void decode_vectors(const int8_t* vectors, int lowest, const GridCodes& codes, int64_t count, uint8_t* out) {
-  const uint64_t added = kOnes * static_cast<uint64_t>(-128 - lowest);
-  const auto vector = [&](int64_t i) __attribute__((always_inline)) {
-    const int64_t index = codes.index[0][i] | (kWide ? codes.index[1][i] << 8 : 0);
-    return reinterpret_cast<const uint8_t*>(vectors) + kSize * index;
-  };
-  for (int64_t i = 0; 8 * i < count; ++i) {
-    const uint64_t values = kSize == 8
-                              ? load_bytes<uint64_t>(vector(i))
-                              : load_bytes<uint32_t>(vector(2 * i)) | load_bytes<uint32_t>(vector(2 * i + 1)) << 32;
-    uint64_t bytes = (values ^ 128 * kOnes) + added;  // the first term is each value plus 128
+  constexpr int kBytes = sizeof(GridBytes);
+  alignas(64) uint8_t values[kGridSegment];
+  uint16_t indices[kGridCodes];
+  for (int i = 0; i < kGridSegment / kSize; ++i)
+    indices[i] = static_cast<uint16_t>(codes.index[0][i] | (kWide ? codes.index[1][i] << 8 : 0));
+#pragma GCC unroll 8
+  for (int i = 0; i < kGridSegment / kSize; ++i)
+    memcpy(values + kSize * i, vectors + kSize * in_register(indices[i]), kSize);
+  for (int64_t i = 0; i < count; i += kBytes) {
+    GridBytes code = load_vector<GridBytes>(values + i);
     if constexpr (kSigned) {
-      bytes -= 2 * (values & load_bytes<uint64_t>(codes.masks[codes.moves[i]]));
+      const GridBytes negative = spread_signs(codes.moves + i / 8);
+      code = (code ^ negative) - negative;
     } else {
-      bytes += kOnes - 2 * kOnes * codes.moves[i >> codes.down_shift];
+      uint64_t moves[kBytes / 8];
+      for (int j = 0; j < kBytes / 8; ++j)
+        moves[j] = kOnes * static_cast<uint8_t>(1 - 2 * codes.moves[(i / 8 + j) >> codes.down_shift]);
+      code += load_vector<GridBytes>(moves);
     }
-    memcpy(out + 8 * i, &bytes, sizeof bytes);
+    code -= static_cast<uint8_t>(lowest);
+    if (i + kBytes <= count) {
+      memcpy(out + i, &code, kBytes);
+    } else {
+      memcpy(out + i, &code, round_up(count - i, 8));
+    }
   }
 }
 

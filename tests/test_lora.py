@@ -528,8 +528,12 @@ def test_errors_of_factors_for_the_error(getkey):
     model = mlp(getkey())
     q, x = eqq.quantize_tree(model, "int4"), weights(getkey(), (30, 20))
     stats = eqq.calibrate.collect_stats(model, [x])
-    with pytest.raises(ValueError, match="needs a `key`, or the float model as `init`. Got neither"):
+    with pytest.raises(ValueError, match="either a `key`, or the float model as `init`. Got neither"):
         eqq.loraify(q, 2)
+    with pytest.raises(ValueError, match="Got both"):
+        eqq.loraify(q, 2, key=getkey(), init=model)
+    with pytest.raises(ValueError, match="Got no `init`"):
+        eqq.loraify(q, 2, key=getkey(), inputs=stats)
     with pytest.raises(ValueError, match="`alpha` must not be 0"):
         eqq.loraify(q, 2, 0, init=model)
     with pytest.raises(ValueError, match=r"Got one of shape \(40, 10\) for layers.0.weight of shape \(40, 20\)"):

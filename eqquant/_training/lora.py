@@ -124,7 +124,7 @@ def loraify(
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By
         default, every quantized array; or, if the model has none, every weight that [`eqquant.quantize_tree`][] would
         quantize. Skips embeddings, unless `where` selects the leaf.
-    - `key`: initializes $A$. Not needed with `init`.
+    - `key`: initializes $A$. Not with `init`.
     - `init`: a model with other values of the same weights, such as the float model. The factors
         approximate the difference.
     - `inputs`: with `init`, the result of [`eqquant.calibrate.collect_stats`][]: errors are weighted by the Gram matrix
@@ -138,7 +138,8 @@ def loraify(
     **Raises:**
 
     `ValueError` if nothing is selected, if a rank is not a whole number of at least 1, if a pattern matches nothing,
-    without both `key` and `init`, if `init` lacks a weight, or if `inputs` belong to another weight;
+    with both or neither of `key` and `init`, with `inputs` alone, if `init` lacks a weight, or if `inputs` belong to
+    another weight;
     `TypeError` if `where` selects an array that is not floating point, has fewer than two dimensions, is simulated, or
     already has factors. The message names the leaf.
     """
@@ -153,17 +154,20 @@ def loraify(
     )
     selections, ranks = _choose_ranks(rank, selections)
     check_selected(selections, "weights that can have factors")
-    if init is not None:
+    if init is None and inputs is not None:
+        raise ValueError("`inputs` weigh the errors that `init` has. Got no `init`. Pass the float model.")
+    if init is not None and key is None:
         if alpha == 0:
             raise ValueError("`alpha` must not be 0 with `init`. Got 0, which would take the factors away.")
         weights = float_leaves(init)
         find = lambda leaf, rank, in_ndim: find_factors(leaf, weights, inputs, rank, in_ndim, alpha / ranks[leaf.path])
-    elif key is not None:
+    elif key is not None and init is None:
         keys = {leaf.path: k for (leaf, _), k in zip(selections, jr.split(key, len(selections)), strict=True)}
         find = lambda leaf, rank, in_ndim: _draw_factors(leaf, rank, in_ndim, keys[leaf.path])
     else:
         raise ValueError(
-            "`loraify` needs a `key`, or the float model as `init`. Got neither. Pass `key=jax.random.key(0)`."
+            "`loraify` needs either a `key`, or the float model as `init`. "
+            f"Got {'neither' if key is None else 'both'}. Pass `key=jax.random.key(0)`."
         )
     add_factors = lambda leaf: _add_factors(leaf, ranks[leaf.path], alpha, find)
     group_key = lambda leaf: (identity_key(leaf.value), convolved_axes(leaf))

@@ -40,7 +40,8 @@ class Conversation:
         shown = ""
         room = min(self.tokens, self.generate.context - len(ids))
         try:
-            for (token,) in self.generate([ids[same:]], room, stop=self.stop, seed=self.seed, after=same):
+            seed = self.seed + len(self.messages)  # another for each turn
+            for (token,) in self.generate([ids[same:]], room, stop=self.stop, seed=seed, after=same):
                 if token is None:
                     break
                 answer.append(token)
@@ -49,6 +50,8 @@ class Conversation:
                 if not so_far.endswith("\ufffd"):
                     yield so_far.removeprefix(shown)
                     shown = so_far
+            if rest := self.text.decode(answer).removeprefix(shown):
+                yield rest
         finally:
             self.ids = [*ids, *answer[:-1]]  # the last token may not have been read yet
             self.messages.append({"role": "assistant", "content": self.text.decode(answer)})

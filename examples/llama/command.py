@@ -10,14 +10,23 @@ from pathlib import Path
 import jax
 
 
-_SMALLER = "Quantize it with `--format` or `--cache`, or set a smaller `--context`."
-
-
-def check_memory(what: str, nbytes: int) -> None:
-    """Raises a `ValueError` if the machine has less memory."""
+def check_memory(what: str, nbytes: int, remedy: str) -> None:
+    """Raises a `ValueError` if the machine has less memory, where it says how much it has."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if nbytes > memory:
-        raise ValueError(f"{what} must fit in memory, {show_size(memory)}. Got {show_size(nbytes)}. {_SMALLER}")
+        raise ValueError(f"{what} must fit in memory, {show_size(memory)}. Got {show_size(nbytes)}. {remedy}")
+
+
+def peak_memory() -> str:
+    """The most memory that the process took so far, if the system counts it."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return ""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f", at most {show_size(peak)}"
 
 
 def show_size(nbytes: int) -> str:
@@ -75,4 +84,5 @@ def errors_as_sentences() -> Iterator[None]:
         if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
             raise
         said = next(iter(str(e).splitlines()), "no more memory")
-        sys.exit(f"Error: The model and its cache must fit in memory. Got: {said.rstrip('.')}. {_SMALLER}")
+        remedy = "Quantize it with `--format` or `--cache`, or set a smaller `--context`."
+        sys.exit(f"Error: The model and its cache must fit in memory. Got: {said.rstrip('.')}. {remedy}")

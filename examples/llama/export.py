@@ -55,14 +55,18 @@ def arrays_of(model: Llama, *, gguf: bool = False) -> dict[str, Any]:
 
     The layers must be a list, and must not be joined.
     """
+    leaves = jtu.tree_leaves_with_path(eqx.filter(model, eqx.is_array), is_leaf=eqq.is_quantized)
+    return {name_of(jtu.keystr(path, simple=True, separator="."), gguf=gguf): x for path, x in leaves}
+
+
+def name_of(path: str, *, gguf: bool) -> str:
+    """The name of an array of a model in Hugging Face (Llama only) or llama.cpp."""
     theirs = {names[0]: names[1 + gguf] for names in _NAMES}
-    arrays, layers = {}, "blk" if gguf else "model.layers"
-    for path, x in jtu.tree_leaves_with_path(eqx.filter(model, eqx.is_array), is_leaf=eqq.is_quantized):
-        name, last = jtu.keystr(path, simple=True, separator=".").rsplit(".", 1)
-        in_layer = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
-        new = theirs[name] if in_layer is None else f"{layers}.{in_layer[1]}.{theirs[in_layer[2]]}"
-        arrays[f"{new}.{last}"] = x
-    return arrays
+    name, last = path.rsplit(".", 1)
+    in_layer = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+    layers = "blk" if gguf else "model.layers"
+    new = theirs[name] if in_layer is None else f"{layers}.{in_layer[1]}.{theirs[in_layer[2]]}"
+    return f"{new}.{last}"
 
 
 def write_folder(folder: Path, model: Llama, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
@@ -117,11 +121,9 @@ def metadata_of(checkpoint: eqq.io.Checkpoint) -> Mapping[str, Any]:
 def _read(values: Any) -> Any:
     """Reads an array of the metadata now, because its file will be deleted."""
     items = list(values)
-    return items if isinstance(items[0], (str, bool)) else np.array(items, np.int32 if _whole(items) else np.float32)
-
-
-def _whole(items: list[Any]) -> bool:
-    return all(isinstance(x, int) for x in items)
+    if any(isinstance(x, (str, bool)) for x in items):
+        return items
+    return np.array(items, np.int32 if all(isinstance(x, int) for x in items) else np.float32)
 
 
 def _rotary_arrays(config: Config) -> dict[str, np.ndarray]:
@@ -141,6 +143,14 @@ def _rotary_arrays(config: Config) -> dict[str, np.ndarray]:
 _BLOCKS = {"Q1_0": (128, 1.125), "Q2_0": (64, 2.25), "MXFP4": (32, 4.25), "NVFP4": (64, 4.5), "IQ4_NL": (32, 4.5)}
 _BLOCKS |= {"Q4_0": (32, 4.5), "Q4_1": (32, 5), "Q5_0": (32, 5.5), "Q5_1": (32, 6), "Q8_0": (32, 8.5)}
 _FALLBACKS = ("Q1_0", "Q2_0", "IQ4_NL", "Q5_0", "Q5_1", "Q8_0")
+
+
+def fitting_types(model: Llama) -> list[str]:
+    """Types of two to eight bits whose blocks fill the rows of all weights."""
+    widths = {row.shape[-1] for row in eqq.plan_tree(model, "int8").leaves if row.format is not None}
+    k_quants = dict.fromkeys(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"), 256)
+    blocks = k_quants | {name: block for name, (block, bits) in _BLOCKS.items() if bits > 2}
+    return [name for name, block in blocks.items() if not any(width % block for width in widths)]
 
 
 def fit_to_gguf(

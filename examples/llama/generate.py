@@ -13,7 +13,6 @@ python generate.py --random 300m --format nf4          # random weights: for tim
 import argparse
 import contextlib
 import dataclasses
-import resource
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 from chat import Conversation, talk
-from command import add_formats, check_memory, make_parser, run_program, show_size
+from command import add_formats, check_memory, make_parser, peak_memory, run_program, show_size
 from configuration import from_json, stop_tokens
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -329,7 +328,7 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     fits = max(fits, min(_padded(fits), model.config.positions))
     context = fits if options.context is None else options.context
     generate = Generator(model, context, sampling, options.cache, mesh, options.steps)
-    check_memory("The cache", generate.cache_nbytes(len(prompts) or 1))
+    check_memory("The cache", generate.cache_nbytes(len(prompts) or 1), "Set `--cache`, or a smaller `--context`.")
     if options.chat:
         conversation = Conversation(generate, text, stop, tokens, options.system, options.seed)
         talk(conversation, given)
@@ -347,18 +346,17 @@ def run(options: argparse.Namespace) -> list[list[int]]:
             if not so_far.endswith("\ufffd"):
                 print(so_far.removeprefix(shown), end="", flush=True)
                 shown = so_far
-    print("" if alone else "\n---\n".join(map(text.decode, texts)))
+    print(text.decode(texts[0]).removeprefix(shown) if alone else "\n---\n".join(map(text.decode, texts)))
 
     # The first token came with the prompt, and the step was compiled for the next ones. Those of a call come together.
     calls = times[generate.steps :: generate.steps]
     speed = "-"
     if len(calls) > 1:
         speed = f"{len(prompts) * generate.steps * (len(calls) - 1) / (calls[-1] - calls[0]):.1f}"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(
         f"[{speed} tokens/s; first token after {times[0] - loaded:.1f} s; loaded in "
         f"{loaded - began:.1f} s; weights {show_size(eqq.tree_nbytes(model))}, cache of {context:,} tokens "
-        f"{show_size(generate.cache_nbytes(len(prompts)))}, at most {show_size(peak)}]",
+        f"{show_size(generate.cache_nbytes(len(prompts)))}{peak_memory()}]",
         file=sys.stderr,
     )
     return texts

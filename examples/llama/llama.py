@@ -359,7 +359,7 @@ def load(checkpoint: eqq.io.Checkpoint, dtype: DTypeLike = jnp.float32, *, stack
         jnp.dtype(dtype).itemsize * math.prod(row.shape) if row.format is None else row.nbytes
         for row in checkpoint.rows
     ]
-    check_memory("The weights", sum(nbytes))
+    check_memory("The weights", sum(nbytes), "Quantize them first, one at a time, by `eqquant quantize`.")
     heads = ("lm_head.weight", "output.weight")
     names = eqq.io.names.detect(checkpoint, dict.fromkeys(heads) if config.tied else None)
     if stacked:

@@ -2,6 +2,8 @@
 
 python quantize.py MODEL TEXT small.gguf                              # GPTQ to Q4_K
 python quantize.py MODEL TEXT small.gguf --format q3_k --embedding q6_k --distill 2
+python quantize.py MODEL TEXT small.gguf --bits 3.5                   # a type for each weight, within a budget
+python quantize.py MODEL small.gguf --imatrix imatrix.gguf            # llama.cpp's statistics instead of a text
 python quantize.py MODEL TEXT small.safetensors --format int3 --saved half.safetensors    # resumes if it was stopped
 
 MODEL is a folder with config.json and safetensors, or a .gguf file, packed or not. Write a .gguf file for llama.cpp,
@@ -9,6 +11,7 @@ which keeps all metadata of its source, or a .safetensors file for `eqq.load`. M
 """
 
 import argparse
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from command import check_least, make_parser, run_program, show_size
 from evaluate import chunks_of
-from export import fit_to_gguf, metadata_of, write_gguf
+from export import fit_to_gguf, fitting_types, metadata_of, name_of, write_gguf
 from jaxtyping import Array, Float, Int
 from llama import Cache, Llama, load
 from rich.console import Console
@@ -50,23 +53,50 @@ def choose_rules(model: Llama, format: str, embedding: str) -> dict[str, str]:
     return {"embedding.*": embedding, **heads, "*": format}
 
 
+def choose_within(model: Llama, bits: float, *, gguf: bool) -> Mapping[str, Any]:
+    """A format for each weight, of at most so many bits on average, by the errors of rounding."""
+    types = [getattr(eqq.formats, name)() for name in fitting_types(model)] if gguf else []
+    report = eqq.analysis.weight_sensitivity(model, *[types] if types else [])
+    return eqq.analysis.plan_bits(model, report, bits)
+
+
+def rotate(model: Llama) -> Llama:
+    """Rotates what costs nothing at run time: heads of values, and the residual stream if the head is not tied."""
+    fold = eqq.transforms.llama_rotations(model.config.head_size, offset=model.config.offset)
+    if model.head is None:
+        fold = {key: value for key, value in fold.items() if not isinstance(value, eqq.transforms.ResidualStream)}
+    return eqq.transforms.rotate(model, fold=fold, online=False)
+
+
+def quantize_by_imatrix(model: Llama, imatrix: Mapping[str, Any], rules: Mapping[str, Any]) -> Llama:
+    """Quantizes a float model with the least squared errors, each weighted by the mean square of its input."""
+    formats = {row.path: row.format for row in eqq.plan_tree(model, rules).leaves if row.format is not None}
+    squares = {path: imatrix.get(name_of(path, gguf=True)) for path in formats}
+    if all(found is None for found in squares.values()):
+        raise ValueError(f"`--imatrix` must be of this model. Got inputs of {next(iter(imatrix))} and others.")
+    configs = {path: eqq.QuantConfig(format, eqq.MSE(squares[path])) for path, format in formats.items()}
+    return eqq.quantize_tree(model, configs)
+
+
 def quantize(
     model: Llama,
     windows: Int[np.ndarray, "windows length"],
     rules: Mapping[str, Any],
     method: str = "gptq",
     *,
-    distill: int = 0,
     saved: Path | None = None,
-    show: bool = True,
 ) -> Llama:
-    """Quantizes a float model layer by layer.
-
-    `distill`: passes over the windows. `saved`: a file to resume from.
-    """
+    """Quantizes a float model layer by layer. `saved`: a file to resume from."""
     batches = [jnp.asarray(row[None]) for row in windows]
     q = model if saved is None or not saved.exists() else eqq.load(saved, model)
-    wanted = [row.path for row in eqq.plan_tree(model, rules).leaves if row.format is not None]
+    wanted = {row.path: row.format for row in eqq.plan_tree(model, rules).leaves if row.format is not None}
+    done = {row.path: row.format for row in eqq.summary(q).leaves if row.format is not None}
+    for path, format in done.items():
+        if format != wanted.get(path):
+            raise ValueError(
+                f"{saved} must hold the formats that are asked for. Got {format} for {path}, instead of "
+                f"{wanted.get(path)}. Ask for the same, or delete it."
+            )
     last = time.monotonic()
 
     def save(q: Llama) -> None:
@@ -75,7 +105,7 @@ def quantize(
             eqq.save(saved, q)
             last = time.monotonic()
 
-    if len(wanted) > sum(row.format is not None for row in eqq.summary(q).leaves):
+    if len(wanted) > len(done):
         q = eqq.quantize_sequentially(
             q,
             batches,
@@ -84,25 +114,32 @@ def quantize(
             apply=compute_logits,
             float_model=model,
             after_each=save,
-            progress=show,
+            progress=True,
             keep_dtype="bfloat16",
         )
     if saved is not None:
         eqq.save(saved, q)
-    if distill:
-        q = eqq.distill(
-            q, model, batches, loss="kl", apply=compute_hidden, head=compute_head, passes=distill, progress=show
-        )
     return q
+
+
+def distill(q: Llama, model: Llama, windows: Int[np.ndarray, "windows length"], passes: int) -> Llama:
+    """Trains scales and norms, so that the next token is as likely as in the float model."""
+    batches = [jnp.asarray(row[None]) for row in windows]
+    return eqq.distill(
+        q, model, batches, loss="kl", apply=compute_hidden, head=compute_head, passes=passes, progress=True
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("text", nargs="?", type=Path, help="a text file to calibrate on")
+    add("text", nargs="?", type=Path, help="a text file to calibrate on; not with --imatrix")
     add("out", nargs="?", type=Path, help="a .gguf file, or a .safetensors file")
     add("--format", default="q4_k", help="of the weights (default q4_k)")
     add("--embedding", default="q6_k", help="of the embedding and of the head (default q6_k)")
+    add("--bits", type=float, help="instead of both: a format for each weight, of so many bits on average")
+    add("--rotate", action="store_true", help="rotates the model first, as far as that costs no time")
+    add("--imatrix", type=Path, help="an importance matrix of llama.cpp, instead of TEXT; for the method mse")
     add("--method", default="gptq", choices=METHODS, help="how codes are found (default gptq)")
     add("--windows", type=int, default=16, help="how many windows of text (default 16)")
     add("--context", type=int, default=512, help="tokens of a window (default 512)")
@@ -112,7 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.model is None or options.text is None or options.out is None:
+    if options.imatrix is not None:
+        if options.out is not None or options.distill or options.saved is not None:
+            raise ValueError("`--imatrix` needs no TEXT. Got one, or `--distill` or `--saved`, which need one.")
+        options.text, options.out = None, options.text
+    if options.model is None or options.out is None or (options.text is None and options.imatrix is None):
         raise ValueError("MODEL, TEXT and OUT must be a model, a text file and the file to write. Got fewer.")
     if options.out.suffix not in (".gguf", ".safetensors"):
         raise ValueError(f"OUT must end in .gguf or .safetensors. Got {options.out}.")
@@ -122,15 +163,26 @@ def run(options: argparse.Namespace) -> None:
     console = Console(stderr=True, soft_wrap=True)
     checkpoint = eqq.io.open(options.model)
     model = eqq.dequantize_tree(load(checkpoint))
-    text = open_text(checkpoint, model.config.vocabulary, options.tokenizer)
-    windows = chunks_of(text, options.text.read_text(encoding="utf-8"), options.context, options.windows)
-    rules = choose_rules(model, options.format, options.embedding)
-    if options.out.suffix == ".gguf":
+    if options.context > model.config.positions:
+        raise ValueError(f"`--context` must be at most {model.config.positions:,}. Got {options.context:,}.")
+    gguf = options.out.suffix == ".gguf"
+    model = rotate(model) if options.rotate else model
+    if options.bits is None:
+        rules: Mapping[str, Any] = choose_rules(model, options.format, options.embedding)
+    else:
+        rules = choose_within(model, options.bits, gguf=gguf)
+    if gguf:
         rules, changes = fit_to_gguf(model, rules)
         for change in changes:
             console.print(change)
-    q = quantize(model, windows, rules, options.method, distill=options.distill, saved=options.saved)
-    if options.out.suffix == ".gguf":
+    if options.imatrix is not None:
+        q = quantize_by_imatrix(model, eqq.io.read_imatrix(options.imatrix), rules)
+    else:
+        text = open_text(checkpoint, model.config.vocabulary, options.tokenizer)
+        windows = chunks_of(text, options.text.read_text(encoding="utf-8"), options.context, options.windows)
+        q = quantize(model, windows, rules, options.method, saved=options.saved)
+        q = distill(q, model, windows, options.distill) if options.distill else q
+    if gguf:
         write_gguf(options.out, q, metadata=metadata_of(checkpoint))
     else:
         eqq.save(options.out, q)
@@ -153,15 +205,25 @@ def smoke() -> None:
         small = eqq.io.open(folder / "small.gguf")
         source = eqq.io.open(model)
         assert {key for key in source.metadata} - {key for key in small.metadata} <= {"general.file_type"}
+        # A budget, of a rotated model, in the types that fit its rows.
+        few = ["--windows", "2", "--context", "32"]
+        main([*given, str(folder / "mixed.gguf"), "--bits", "4.6", "--rotate", *few])
+        mixed = [row for row in eqq.io.open(folder / "mixed.gguf").rows if row.format is not None]
+        assert 4.5 < 8 * sum(row.nbytes for row in mixed) / sum(math.prod(row.shape) for row in mixed) <= 4.6
         # It resumes from a model whose first layer is done, and from a finished one.
         float_model, half = load(eqq.io.open(model)), folder / "half.safetensors"
-        eqq.save(half, eqq.quantize_tree(float_model, {"layers.0.*": "int2", "*": None}))
+        rounded = eqq.quantize_tree(float_model, {"layers.0.*": "int3", "*": None})
+        eqq.save(half, rounded)
         for out in ("small", "again"):
-            saved = ["--format", "int3", "--saved", str(half), "--windows", "2", "--context", "32"]
-            main([*given, str(folder / f"{out}.safetensors"), *saved])
+            main([*given, str(folder / f"{out}.safetensors"), "--format", "int3", "--saved", str(half), *few])
             q = eqq.load(folder / f"{out}.safetensors", float_model)
-            formats = [q.layers[n].mlp.down.weight.format for n in range(2)]
-            assert formats == [eqq.Int2(), eqq.Int3()] and eqq.is_quantized(q.head.weight)
+            first, second = (layer.mlp.down.weight for layer in q.layers[:2])
+            assert (first.codes == rounded.layers[0].mlp.down.weight.codes).all() and eqq.is_quantized(q.head.weight)
+            assert first.format == second.format == eqq.Int3()
+        # The statistics of a text, as llama.cpp writes them.
+        stats = eqq.calibrate.collect_stats(float_model, [jnp.arange(32)[None]], apply=compute_logits)
+        eqq.io.write(folder / "imatrix.gguf", {name_of(p, gguf=True): s for p, s in stats.items()}, "imatrix")
+        main([str(model), str(folder / "weighted.gguf"), "--imatrix", str(folder / "imatrix.gguf")])
 
 
 if __name__ == "__main__":

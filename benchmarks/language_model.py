@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from jaxtyping import Array, Float, Int
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from timing import time_in_turns
 from tokenizers import models, Tokenizer
 
 import eqquant as eqq
@@ -253,9 +255,10 @@ def speed_table(bench: Bench, llama_bench: str | None, console: Console) -> None
     console.print(table)
 
 
-def _llama_bench(program: str, path: Path, tokens: int) -> float:
-    """Milliseconds of a token."""
-    command = [program, "-m", str(path), "-p", "0", "-n", str(tokens), "-r", "3", "-t", "2", "-o", "csv"]
+def _llama_bench(program: str, path: Path, tokens: int, prompt: int = 0) -> float:
+    """Milliseconds of a token: of new ones, or of a prompt."""
+    sizes = ["-p", str(prompt), "-n", str(tokens)]
+    command = [program, "-m", str(path), *sizes, "-r", "3", "-t", "2", "-o", "csv"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     names, values = (line.replace('"', "").split(",") for line in lines[-2:])
     return 1e3 / float(values[names.index("avg_ts")])
@@ -328,6 +331,25 @@ def tokens_table(
     console.print(table)
 
 
+def _read(generator: Generator, prompt: list[list[int]]) -> Array:
+    return generator.start(prompt, 0).tokens
+
+
+def prompts_table(path: Path, length: int, llama_bench: str | None, rounds: int, console: Console) -> None:
+    """The time of a prompt of some tokens with the weights of a file, until the next token is known."""
+    generators = {kind: Generator(joined(model), length, Sampling()) for kind, model in models_of_file(path)}
+    prompt = [np.arange(1, length + 1).tolist()]
+    seconds = time_in_turns({kind: partial(_read, g, prompt) for kind, g in generators.items()}, rounds)
+    times = {kind: 1e3 * float(np.median(each)) for kind, each in seconds.items()}
+    if llama_bench is not None:
+        times["llama.cpp"] = length * _llama_bench(llama_bench, path, 0, length)
+    table = Table("weights", "ms", "tokens per s", "beside float32", box=box.MARKDOWN)
+    for kind, ms in times.items():
+        table.add_row(kind, f"{ms:.0f}", f"{1e3 * length / ms:.0f}", f"{ms / times['float32']:.3f}")
+    console.print(f"a prompt of {length} tokens")
+    console.print(table)
+
+
 def _tokenizer(vocabulary: int) -> Tokenizer:
     """Any that has so many tokens: llama.cpp wants one in the file."""
     tokens = [*(f"t{n}" for n in range(vocabulary - 1)), "t0t1"]
@@ -340,6 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--random", choices=RANDOM, help="random weights instead, and the time per token alone")
     parser.add_argument("--rounds", type=int, default=12, help="of `--random`, and of a file")
     parser.add_argument("--context", type=int, default=CONTEXT, help="places in its cache: 16 for each round, 19 more")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt, of a file")
     parser.add_argument("--tables", nargs="*", default=["formats", "activations", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
     parser.add_argument("--methods", nargs="*", default=USUAL, choices=METHODS, help="of the first table")
@@ -358,7 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.folder is None:
         parser.error("FOLDER must be given, or `--random`.")
     if options.folder.suffix == ".gguf":
-        return tokens_table(models_of_file(options.folder), options.folder, *timing)
+        tokens_table(models_of_file(options.folder), options.folder, *timing)
+        return prompts_table(options.folder, options.prompt, *timing[1:])
     bench = Bench(options.folder, 2 if options.smoke else options.windows)
     if "formats" in options.tables:
         formats_table(bench, ["int4", "int2"] if options.smoke else options.only, options.methods, console)

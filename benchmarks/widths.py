@@ -3,10 +3,11 @@
     python benchmarks/widths.py [--smoke] [--formats q4_1 int4_affine] [--widths 576 960] [--rows 1 128]
     python benchmarks/widths.py --activations int8 --isa avx2
 
-A width is the length of the rows of the weight. A figure is the time relative to float32, the median of the rounds'
-ratios: of a chain of products in one compiled function, each of the result of the one before. The chain of each format
-has as many copies of the weight as exceed the caches; formats take turns in one process. With one row of `x`, float32
-is `w @ x` of a vector. `--formats` takes any name of a format, and `int4_affine` for one with zero points.
+A width is the length of the rows of the weight, of which there are as many as columns, or `--outputs`. A figure is the
+time relative to float32, the median of the rounds' ratios: of a chain of products in one compiled function, each of the
+result of the one before. The chain of each format has as many copies of the weight as exceed the caches; formats take
+turns in one process. With one row of `x`, float32 is `w @ x` of a vector. `--formats` takes any name of a format, and
+`int4_affine` for one with zero points.
 
 After all figures come the worst ten, and the cliffs: products that take more than 1.25 times as long for each weight as
 those of the next multiple of 1,024.
@@ -74,8 +75,9 @@ def make_chain(weight: Any, x: Array, product: Callable[[Any, Array], Array], sm
     @jax.jit
     def run(flat: list[Array], x: Array) -> Array:
         for n in range(0, len(flat), len(leaves)):
-            # Only as many inputs are new as the weight has rows; the others stay.
+            # Only as many inputs are new as the weight has rows, at most all; the others stay.
             y = product(jtu.tree_unflatten(tree, flat[n : n + len(leaves)]), x)
+            y = y[tuple(map(slice, x.shape))]
             x = y if y.shape == x.shape else jax.lax.dynamic_update_slice(x, y, [0] * x.ndim)
         return x
 
@@ -83,7 +85,7 @@ def make_chain(weight: Any, x: Array, product: Callable[[Any, Array], Array], sm
 
 
 def measure(width: int, rows: int, arguments: argparse.Namespace) -> list[Found]:
-    n = min(width, MOST_OUTPUTS)
+    n = arguments.outputs or min(width, MOST_OUTPUTS)
     w = jr.normal(jr.key(0), (n, width)) / width**0.5
     x = jr.normal(jr.key(1), (rows, width))
     # XLA is slow at `x @ w.T`.
@@ -115,6 +117,9 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--rows", type=int, nargs="+", default=(1, 8, 32, 128, 512))
+    parser.add_argument(
+        "--outputs", type=int, help=f"rows of each weight; by default the width, at most {MOST_OUTPUTS}"
+    )
     parser.add_argument("--activations", help="the format of quantized activations, such as int8; by default floats")
     parser.add_argument("--isa", help="the instruction set; by default the best of this machine")
     arguments = parser.parse_args()

@@ -152,6 +152,8 @@ def run(options: argparse.Namespace) -> None:
     if options.imatrix is not None:
         if options.out is not None or options.distill or options.saved is not None:
             raise ValueError("`--imatrix` needs no TEXT. Got one, or `--distill` or `--saved`, which need one.")
+        if options.rotate:
+            raise ValueError("`--imatrix` holds inputs before rotations. Got `--rotate` too. Leave one of them out.")
         options.text, options.out = None, options.text
     if options.model is None or options.out is None or (options.text is None and options.imatrix is None):
         raise ValueError("MODEL, TEXT and OUT must be a model, a text file and the file to write. Got fewer.")

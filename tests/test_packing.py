@@ -101,7 +101,7 @@ def test_blocks(block_size, shape):
     assert parts  # also of no values
     if block_size == "tensor":
         (part,) = parts
-        assert part.shape == (*[1] * (x.ndim - 1), 1, x.size)
+        assert part.shape == (*shape[:-2], *[1] * len(shape[-2:-1]), 1, np.prod(shape[-2:]))
     else:
         # Every value once, in order, and never padding.
         flat = [np.asarray(part).reshape(*shape[:-1], -1) for part in parts if part.size > 0]

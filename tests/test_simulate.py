@@ -278,6 +278,91 @@ def test_stacked_layers_in_a_scan(getkey):
     assert grads.weight.master.shape == (3, 16, 16) and jnp.all(jnp.any(grads.weight.master != 0, axis=(1, 2)))
 
 
+MATRICES = {  # the shape of a weight, its quantized axes, and how many of its first axes are a stack of matrices
+    "linear": ((6, 64), -1, 0),
+    "of Flax": ((64, 6), -2, 0),
+    "a row": ((64,), -1, 0),
+    "layers": ((3, 6, 64), -1, 1),
+    "layers of Flax": ((3, 64, 6), -2, 1),
+    "experts of layers": ((2, 3, 6, 64), -1, 2),
+    "convolution": ((6, 8, 3, 3), (-3, -2, -1), 0),
+    "convolutions": ((2, 6, 8, 3, 3), (-3, -2, -1), 1),
+    "convolution of Flax": ((3, 3, 8, 6), (0, 1, 2), 0),
+    "from heads": ((2, 16, 5), (0, 1), 0),
+}
+
+
+@pytest.mark.parametrize("format", [eqq.NVFP4(), pytest.param(eqq.Int8("tensor"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MATRICES)
+def test_each_matrix_has_a_scale_for_its_tensor(name, format, getkey):
+    """The whole, a stack of its matrices under `vmap`, and each alone have the same codes and scales."""
+    shape, axis, stack = MATRICES[name]
+    sizes = np.exp2(np.arange(np.prod(shape[:stack], dtype=int))).reshape(*shape[:stack], *[1] * (len(shape) - stack))
+    w = weights(getkey(), shape) * sizes.astype(np.float32)
+    one = lambda w: eqq.quantize(w, format, axis=axis)
+    each = one
+    for _ in range(stack):
+        each = jax.vmap(each)
+    whole = one(w)
+    assert_same(whole, each(w))
+    scale = np.asarray(whole.scale_bits.scale if format == eqq.NVFP4() else whole.scale)
+    found = scale.reshape(int(np.prod(shape[:stack])), -1)
+    assert all(len(np.unique(row)) == 1 for row in found) and len(np.unique(found)) == len(found)
+    first = (0,) * stack
+    assert_same(jtu.tree_map(lambda leaf: leaf[first], whole), one(w[first]))
+
+
+def _run_stack(stack, x):
+    arrays, static = eqx.partition(stack, eqx.is_array)
+    return jax.lax.scan(lambda x, layer: (jax.vmap(eqx.combine(layer, static))(x), None), x, arrays)[0]
+
+
+def _run_experts(model, x):
+    product = eqq.quaxify(lambda x, w: jax.lax.ragged_dot(x, w, jnp.asarray([2, 0, 5])))
+    return product(x, model["experts"])
+
+
+def _many(make):
+    return lambda key: eqx.filter_vmap(make)(jr.split(key, 3))
+
+
+SIMULATED = {
+    "plain": (lambda key: eqx.nn.MLP(32, 32, 32, 1, key=key), jax.vmap),
+    "stack": (_many(lambda key: eqx.nn.Linear(32, 32, key=key)), lambda model: lambda x: _run_stack(model, x)),
+    "experts": (lambda key: {"experts": weights(key, (3, 32, 16))}, lambda model: lambda x: _run_experts(model, x)),
+    "ensemble": (
+        _many(lambda key: eqx.nn.MLP(32, 32, 32, 1, key=key)),
+        lambda model: lambda x: eqx.filter_vmap(lambda model: jax.vmap(model)(x))(model),
+    ),
+    "convolution": (
+        lambda key: eqx.nn.Conv1d(4, 6, 3, key=key),
+        lambda model: lambda x: jax.vmap(model)(x.reshape(7, 4, 8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("format, activations", [("nvfp4", "nvfp4"), ("mxfp4", "mxfp8")])
+def test_training_simulates_the_final_model(name, format, activations, getkey, tmp_path):
+    """The forward pass in training, of the final model, and of the model in a file: equal bits."""
+    (make, run), x = SIMULATED[name], weights(getkey(), (7, 32))
+    model = make(getkey())
+    axis = -2 if name == "experts" else None
+    activations = None if name in ("experts", "convolution") else activations
+    # Layers of different sizes would share a scale of the whole stack.
+    sizes = lambda w: w * np.exp2(np.arange(w.shape[0], dtype=np.float32)).reshape(-1, *[1] * (w.ndim - 1))
+    model = jtu.tree_map(lambda w: sizes(w) if eqx.is_array(w) and w.ndim > 2 else w, model)
+    simulated = eqq.quantize_tree(model, format, axis=axis, activations=activations, simulate=True)
+    forward = eqx.filter_jit(lambda model: run(model)(x))
+    in_training, pullback = eqx.filter_vjp(forward, simulated)
+    assert any(bool(jnp.any(leaf != 0)) for leaf in jtu.tree_leaves(pullback(jnp.ones_like(in_training))))
+    final = eqq.finalize(simulated)
+    np.testing.assert_array_equal(np.asarray(in_training), np.asarray(forward(final)))
+    eqq.save(tmp_path / "model.safetensors", final)
+    loaded = eqq.load(tmp_path / "model.safetensors", final)
+    np.testing.assert_array_equal(np.asarray(forward(loaded)), np.asarray(forward(final)))
+
+
 def test_a_fake_quantized_model_is_not_quantized_again(getkey):
     simulated = eqq.quantize_tree(mlp(getkey()), "int8", simulate=True)
     with pytest.raises(ValueError, match=r"layers\.0\.weight\.master: simulated: `finalize` first"):

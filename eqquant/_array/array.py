@@ -64,7 +64,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
 
     - `shape` is derived from the stored arrays, so `vmap`, `scan` over stacked layers, `tree_map(lambda a: a[i])` and
         stacking by `tree_map` just work.
-    - All leaves share their leading axes. A scale for the whole tensor is stored once per row.
+    - All leaves share their leading axes. A scale for a whole matrix is stored once per row.
     - Every leaf is an unsigned integer; scales are stored as the bits of their floats. So gradient filters, optimizers,
         weight decay and mixed-precision casts leave it untouched, and additive updates are exact. (Inside a function
         that [`eqquant.filter_grad`][] differentiates, an extra float leaf receives the gradient.)

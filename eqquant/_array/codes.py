@@ -82,7 +82,7 @@ class AbstractCodes(AbstractArrayValue):
     def block_size(self) -> BlockSize:
         """How many values along the quantized axis share a scale, as in `format`.
 
-        An integer; `None` for one scale per channel (row), `"tensor"` for one for the whole array.
+        An integer; `None` for one scale per channel (row), `"tensor"` for one for each matrix.
         """
         return self.format.block_size
 

@@ -94,7 +94,7 @@ def quantize(
     `TypeError` if `x` is not floating point. `ValueError` if `x` is a scalar, if `axis` is out of range, if `scale` or
     `zero_point` does not fit, or, outside `jit`, if a value is not finite in float32. Inside `jit`, values cannot be
     checked: a NaN or an infinity turns its block into NaN. If the format quantizes its scales, it turns all blocks that
-    share a scale of scales into NaN: for [`eqquant.NVFP4`][], the whole array.
+    share a scale of scales into NaN: for [`eqquant.NVFP4`][], the whole matrix.
     """
     format = as_format(format)
     check_dtype(dtype)

@@ -72,7 +72,7 @@ class AbstractFormat(eqx.Module):
     [`eqquant.quantize`][] takes.
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for all of them (one scale per
-        channel), `"tensor"` for one scale for the whole array.
+        channel), `"tensor"` for one scale for each matrix.
     - `bits`: 1 to 8, the width of a code. Codes of 1, 2, 4 and 8 bits have kernels.
     - `scale_dtype`: the dtype that scales are rounded to and stored as.
     - `scale_format`: the format that scales are quantized to, or `None` if they are not quantized.

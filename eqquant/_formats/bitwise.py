@@ -36,7 +36,7 @@ class Ternary(_AbstractAbsMean):
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     """
 
     bits = 2
@@ -79,5 +79,5 @@ class Binary(AbstractBinary, _AbstractAbsMean):
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     """

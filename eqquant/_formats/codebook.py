@@ -112,7 +112,7 @@ class NF4(AbstractCodebook):
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     - `double_quant`: whether to quantize the scales too, which saves about 0.37 bits per weight at block size 64.
     - `scale_dtype`: the dtype of scales that are not quantized, `"float32"`, `"float16"` or `"bfloat16"`.
     """
@@ -169,7 +169,7 @@ class Dynamic8(AbstractCodebook):
     - `signed`: whether half of the levels are negative. If `False`, levels are squares, and negative values become
         zero.
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     """
 
     signed: bool = eqx.field(static=True, default=True)
@@ -219,7 +219,7 @@ class Codebook(AbstractCodebook):
 
         - `values`: the levels: two to 256 different finite numbers, in any order. Rounds them to float32.
         - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel,
-            `"tensor"` for one for the whole array.
+            `"tensor"` for one for each matrix.
         - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`.
         """
         with np.errstate(over="ignore"):

@@ -52,7 +52,7 @@ class FP8(AbstractMinifloat):
         sign, four bits of mantissa: for values that are never negative, such as scales; a negative value becomes its
         magnitude).
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     """
 
     kind: Literal["e4m3", "e5m2", "ue4m4"] = eqx.field(static=True, default="e4m3")

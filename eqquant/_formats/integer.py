@@ -69,7 +69,7 @@ class Int8(AbstractInteger):
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
         values that lie mostly on one side of zero.
     - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
@@ -96,7 +96,7 @@ class Int6(AbstractInteger):
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
         values that lie mostly on one side of zero.
     - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
@@ -122,7 +122,7 @@ class Int5(AbstractInteger):
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
         values that lie mostly on one side of zero.
     - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
@@ -148,7 +148,7 @@ class Int4(AbstractInteger):
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
         values that lie mostly on one side of zero.
     - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
@@ -174,7 +174,7 @@ class Int3(AbstractInteger):
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
         values that lie mostly on one side of zero.
     - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25
@@ -202,7 +202,7 @@ class Int2(AbstractInteger):
     **Arguments:**
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for one scale per channel, `"tensor"`
-        for one for the whole array.
+        for one for each matrix.
     - `symmetric`: whether zero is always the middle code. Otherwise each block also stores a zero point. Use that for
         values that lie mostly on one side of zero.
     - `scale_dtype`: the dtype of stored scales, `"float32"`, `"float16"` or `"bfloat16"`. Scales of 16 bits save 0.25

@@ -93,9 +93,10 @@ class MXFP4(_AbstractMX):
 class NVFP4(AbstractMinifloat):
     r"""NVIDIA's four-bit float: e2m1 elements in blocks of 16.
 
-    Scales are e4m3, with one float32 scale per tensor.
+    Scales are e4m3, with one float32 scale per matrix.
 
-    $s = \max|x| / 6$ per block. It is quantized to e4m3 with one scale for the whole tensor, $\max s / 448$.
+    $s = \max|x| / 6$ per block. It is quantized to e4m3 with one scale for the whole matrix, $\max s / 448$:
+    each layer of a stack and each expert has its own.
 
     !!! Example
 

@@ -50,7 +50,7 @@ class Trellis(AbstractSequenceFormat):
 
     - `bits`: the bits per value, 1 to 4.
     - `block_size`: how many values along the quantized axis share a scale: a multiple of 128, `None` for one scale per
-        channel, `"tensor"` for one for the whole array.
+        channel, `"tensor"` for one for each matrix.
     - `scale_dtype`: the dtype of stored scales, `"bfloat16"`, `"float16"` or `"float32"`.
     """
 

@@ -67,7 +67,7 @@ class AbstractMethod(eqx.Module):
         **Arguments:**
 
         - `rows`: floats, with the quantized axis last. Each row is quantized alone, unless `format` has one scale for
-            the whole array.
+            each matrix, the last two axes.
         - `format`: the format to quantize to.
         - `key`: for stochastic rounding; `None` rounds to the nearest code.
         - `chunk`: how many rows to process at a time, to save memory; `None` for all. It never changes the result.

@@ -29,7 +29,7 @@ class LearnedRounding(AbstractMethod):
     Takes one column after the other, and moves its codes to the best levels given all other columns. Then fits the
     scale of each block by least squares. So the error falls with every step. ([`eqquant.GPTQ`][] rounds each column
     once, before it knows how it will round the next ones.) Works with every format whose codes stand for one value.
-    Scales do not change if the format quantizes them, or has one for the whole array.
+    Scales do not change if the format quantizes them, or has one for each matrix.
 
     The error is measured with the damping, in each row. It is never larger than with `method`.
 

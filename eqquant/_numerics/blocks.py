@@ -1,5 +1,6 @@
 """Cuts an axis into blocks, and reduces each block to one value."""
 
+import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -26,11 +27,12 @@ def block_length(block_size: BlockSize, length: int) -> int:
 def split_blocks(x: Float[Array, "*batch length"], block_size: BlockSize) -> list[Float[Array, "... blocks block"]]:
     """Cuts the last axis into blocks: the whole ones, and a shorter last one if any.
 
-    So a scale rule only sees real values, never padding. `"tensor"` makes the whole array one block.
+    So a scale rule only sees real values, never padding. `"tensor"` makes each matrix one block: the last two axes.
     """
     *batch, length = x.shape
     if block_size == "tensor":
-        return [x.reshape(*[1] * len(batch), 1, -1)]
+        stack, rows = batch[:-1], batch[-1:]
+        return [x.reshape(*stack, *[1] * len(rows), 1, math.prod(rows) * length)]
     if block_size is None:
         return [x[..., None, :]]
     whole = length // block_size * block_size

@@ -135,7 +135,7 @@ def quantize_tree(
     it). An array that appears in several places of the tree is quantized once and stays shared. Weights are quantized
     one at a time, and a large weight a chunk of rows at a time. So the peak memory is the result plus one leaf in its
     own dtype, whatever the format and method; up to three leaves in float32 for leaves that are on several devices or
-    have one scale for the whole array. If any leaf cannot be quantized, an error names it and nothing is quantized.
+    have one scale for a whole matrix. If any leaf cannot be quantized, an error names it and nothing is quantized.
 
     **Raises:**
 

@@ -50,7 +50,7 @@ def find_scale_grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int
     tiles = (rows, blocks) == (-(-out // height), -(-length // width))
     if all(n in (1, b) for n, b in zip(found, batch, strict=False)):
         if rows == blocks == 1:
-            return ScaleGrid(found, "tensor" if math.prod(found) == 1 < math.prod(shape[:-1]) else None, out)
+            return ScaleGrid(found, "tensor" if math.prod(shape[:-1]) > 1 else None, out)
         if rows == out and not (tiles and tile):
             return ScaleGrid(found, group_size(scale, blocks, length), 1)
         if tiles:

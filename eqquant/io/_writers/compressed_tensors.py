@@ -70,7 +70,7 @@ def _tiles(scale: np.ndarray, block: object, groups: Scheme) -> tuple[np.ndarray
     One for all, or one for each 128 x 128 values.
     """
     tiles = scale[::128]
-    if block == "tensor":
+    if block == "tensor" and (scale == scale[0]).all():  # not after a reshape of several matrices
         return scale[0], {"strategy": "tensor"}
     # With one row or column of them the shape could mean something else.
     if block == 128 and min(scale.shape) > 1 and (scale == np.repeat(tiles, 128, axis=0)[: len(scale)]).all():

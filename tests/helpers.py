@@ -102,6 +102,13 @@ FORMATS = {
     "codebook_256": Row(eqq.Codebook(np.linspace(-1, 1, 255), block_size=None), 8 + 32 / 4096, 38.0),
 }
 
+# A scale for each tile of rows and columns: the contract holds, but for rows alone. Bits are of three rows.
+TILES = {
+    "fp8_tiles": Row(eqq.FP8(block_size=(128, 128)), 8 + 32 * 32 / (3 * 4096), 31.0),
+    "nvfp4_tiles": Row(eqq.NVFP4((16, 16)), 4 + (256 * 8 + 32) / (3 * 4096), 18.0),
+    "int4_tiles": Row(eqq.Int4((2, 64), symmetric=False), 4 + 2 * 64 * 36 / (3 * 4096), 19.0),
+}
+
 # One for each kind of scale and of code, for what does not depend on the rest of a format.
 KINDS = (
     *("nf4_double", "int8_tensor", "int4_affine", "ternary_block", "binary"),

@@ -15,7 +15,7 @@ from jaxtyping import Float
 import eqquant as eqq
 from eqquant._formats.base import AbstractVectorFormat
 
-from .helpers import assert_close, assert_same, FORMATS, KINDS, primitives, sqnr, weights
+from .helpers import assert_close, assert_same, FORMATS, KINDS, primitives, sqnr, TILES, weights
 
 
 SETTINGS = {
@@ -28,8 +28,8 @@ SETTINGS = {
 
 def cases():
     """Every format; and under each setting those of `KINDS`, most of them only in a sweep."""
-    for name in FORMATS:
-        yield pytest.param(name, None, marks=() if name in KINDS else pytest.mark.slow, id=name)
+    for name in (*FORMATS, *TILES):
+        yield pytest.param(name, None, marks=() if name in (*KINDS, "nvfp4_tiles") else pytest.mark.slow, id=name)
     few = ("fp8_e4m3", "int4_affine", "nf4_double", "nvfp4")  # without programs all is slow
     for setting in SETTINGS:
         quick = few[:1] if setting == "no_jit" else few[:2]
@@ -50,7 +50,7 @@ def _setting(setting):
 
 @pytest.fixture
 def row(name):
-    return FORMATS[name]
+    return {**FORMATS, **TILES}[name]
 
 
 @pytest.fixture
@@ -74,7 +74,9 @@ def test_every_leaf_is_an_unsigned_integer(q):
 
 def test_leaves_share_leading_axes(row, getkey):
     q = eqq.quantize(weights(getkey(), (3, 6, 200)), row.format)
-    assert {leaf.shape[:-1] for leaf in jtu.tree_leaves(q)} == {(3, 6)}
+    height = row.format.block_size[0] if isinstance(row.format.block_size, tuple) else 1
+    codes, *scales = jtu.tree_leaves(q)
+    assert codes.shape[:-1] == (3, 6) and {leaf.shape[:-1] for leaf in scales} == {(3, -(-6 // height))}
     assert {leaf.ndim for leaf in jtu.tree_leaves(q)} == {3}
 
 
@@ -89,6 +91,10 @@ def test_error_on_normal_weights(row, getkey):
 def test_shape_and_axis(name, setting, row, getkey):
     """Formats with names of even length take half of the shapes, those of odd length the rest."""
     for shape, axis in SHAPES[len(name) % 2 :: 2] if setting is None else SHAPES[len(name) % len(SHAPES) :][:1]:
+        if name in TILES and len(shape) == 1:
+            with pytest.raises(ValueError, match=r"Tiles need two axes.* Got a row alone.* `block_size="):
+                eqq.quantize(weights(getkey(), shape), row.format, axis=axis)
+            continue
         check_shape_and_axis(row, weights(getkey(), shape), axis)
 
 
@@ -161,8 +167,8 @@ def test_stochastic_rounding_is_unbiased(row, getkey):
             eqq.quantize(weights(getkey(), (1, 64)), row.format, key=getkey())
         return
     x = jnp.broadcast_to(weights(getkey(), (1, 64)), (draws, 64))
-    if row.format.block_size == "tensor":
-        pytest.skip("as per channel, here")
+    if row.format.block_size == "tensor" or isinstance(row.format.block_size, tuple):
+        pytest.skip("as per channel, or as in blocks, here")
     q = eqq.quantize(x, row.format, key=getkey())
     one = jtu.tree_map(lambda leaf: leaf[0], q)
     zero = 0 if q.zero_point is None else _per_element(one.zero_point, row.format, 64).astype(np.float32)

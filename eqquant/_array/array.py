@@ -26,7 +26,7 @@ from .._formats.base import AbstractFormat
 from .._mesh import as_named, as_names, explicit_mesh, fit_spec, full_spec, in_auto_mode, permute_spec, place
 from .._numerics.axes import as_axes, as_axis, logical_order
 from .._types import ShardingLike
-from .codes import AbstractCodes, check_leaves, is_in_order, row_length
+from .codes import AbstractCodes, check_leaves, is_in_order, row_length, spread_tiles
 from .contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .dense import allow_dense, check_dense
 from .dequantize import bind_dequantize, dequantize_rows, in_memory_order
@@ -64,7 +64,8 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
 
     - `shape` is derived from the stored arrays, so `vmap`, `scan` over stacked layers, `tree_map(lambda a: a[i])` and
         stacking by `tree_map` just work.
-    - All leaves share their leading axes. A scale for a whole matrix is stored once per row.
+    - All leaves share their leading axes. A scale for a whole matrix is stored once per row, and
+        one for a tile once per row of tiles.
     - Every leaf is an unsigned integer; scales are stored as the bits of their floats. So gradient filters, optimizers,
         weight decay and mixed-precision casts leave it untouched, and additive updates are exact. (Inside a function
         that [`eqquant.filter_grad`][] differentiates, an extra float leaf receives the gradient.)
@@ -116,9 +117,9 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         quantized = [a + self.ndim for a in as_axes(self.axis)]
         batch = [a for a in range(self.ndim) if a not in quantized]
         batch_order = tuple(batch.index(a) for a in order if a not in quantized)
-        out = self
+        out = self if batch_order[-1:] == tuple(range(len(batch)))[-1:] else spread_tiles(self)
         if batch_order != tuple(range(len(batch))):
-            out = jtu.tree_map(lambda leaf: jnp.transpose(leaf, (*batch_order, leaf.ndim - 1)), self)
+            out = jtu.tree_map(lambda leaf: jnp.transpose(leaf, (*batch_order, leaf.ndim - 1)), out)
         return dataclasses.replace(
             out,
             axis=as_axis(tuple(order.index(a) - self.ndim for a in quantized)),
@@ -145,7 +146,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         split = self._find_split(new) if plain else None
         if split is None:
             return self.dequantize().reshape(new, order=order, **kwargs)
-        out = jtu.tree_map(lambda leaf: leaf.reshape(*new[:split], leaf.shape[-1]), self)
+        out = jtu.tree_map(lambda leaf: leaf.reshape(*new[:split], leaf.shape[-1]), spread_tiles(self))
         lengths = new[split:]
         return dataclasses.replace(
             out, axis=as_axis(tuple(range(-len(lengths), 0))), lengths=lengths, logical_sharding=None
@@ -161,7 +162,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         if split is None:
             return self.dequantize()[parts]
         rows, within = split
-        selected = jtu.tree_map(lambda leaf: leaf[rows], self)
+        selected = jtu.tree_map(lambda leaf: leaf[rows], spread_tiles(self))
         # `no_dense` allows lookups of rows, but not decoding a matrix of a stack.
         is_matrix = bool(rows) and isinstance(rows[-1], slice) and rows[-1] == slice(None)
         with contextlib.nullcontext() if is_matrix else allow_dense():
@@ -248,7 +249,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         shape = (*front, rows if contracts_blocks else columns)
         arrange = lambda leaf: jnp.transpose(leaf, (*order, leaf.ndim - 1)).reshape(*shape, leaf.shape[-1])
         in_place = order == sorted(order) and shape == self.codes.shape[:-1]
-        out = self if in_place else jtu.tree_map(arrange, self)
+        out = self if in_place else jtu.tree_map(arrange, spread_tiles(self))
         axis = -1 if contracts_blocks else -2
         if out.axis == axis and len(out.lengths) == 1 and out.logical_sharding is None:
             return out  # `replace` takes as long as the rest
@@ -267,7 +268,10 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
         if not kept or not spec.changed_axes.isdisjoint(quantized):
             raise CannotMove
         axes = (*(axis for axis in range(self.ndim) if axis not in quantized), None)
-        out = jtu.tree_map(ft.partial(spec.move_leaf, axes), self, *others)
+        rest = [axis for axis in spec.source_axes if axis not in quantized]
+        keeps_tiles = rest[-1:] == [*axes[:-1]][-1:] and spec.changed_axes.isdisjoint(rest[-1:])
+        arrays = (self, *others) if keeps_tiles else map(spread_tiles, (self, *others))
+        out = jtu.tree_map(ft.partial(spec.move_leaf, axes), *arrays)
         return dataclasses.replace(
             out,
             axis=as_axis(tuple(spec.source_axes.index(quantized[n]) - len(spec.source_axes) for n in kept)),
@@ -313,6 +317,7 @@ class QuantizedArray(AbstractCodes, Generic[_Format]):
 
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Array:
+    q = spread_tiles(q)
     # XLA on CPU fuses the decoding of bytes into the next operation, so kernels gain nothing there.
     dense = dequantize_rows(q) if q.format.bits == 8 else bind_dequantize(in_memory_order(q))
     if q.gradient_of is not None:

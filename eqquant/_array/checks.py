@@ -19,10 +19,11 @@ from .._mesh import explicit_mesh
 from .._methods import AbstractMethod
 from .._methods.given import GivenScales
 from .._numerics.axes import memory_order
-from .._numerics.blocks import divide, expand, not_finite, num_blocks
+from .._numerics.blocks import divide, expand, not_finite, num_blocks, tile_height
 from .._numerics.constants import compute_now
 from .._numerics.scale_bits import round_scale
 from .array import QuantizedArray
+from .codes import batch_of_scales, repeat_rows
 from .value import AbstractArrayValue
 
 
@@ -199,10 +200,14 @@ def check_given_scales(
             "`zero_point` must be given with `scale` for a format that has one, and for no other. Got "
             f"{got}, and {format!r} has {has} zero point. An integer format has one with `symmetric=False`."
         )
-    batch = [n for i, n in enumerate(x.shape) if i - x.ndim not in axes]
-    shape = (*batch, num_blocks(math.prod(x.shape[a] for a in axes), format.block_size))
+    batch = tuple(n for i, n in enumerate(x.shape) if i - x.ndim not in axes)
+    blocks = num_blocks(math.prod(x.shape[a] for a in axes), format.block_size)
+    shape = (*batch_of_scales(format, batch), blocks)
     scale = _broadcast_given("scale", jnp.asarray(scale), shape)
     zero_point = None if zero_point is None else _broadcast_given("zero_point", jnp.asarray(zero_point), shape)
+    if isinstance(format.block_size, tuple):
+        rows = lambda x: repeat_rows(x, tile_height(format.block_size), batch[-1])
+        scale, zero_point = jax.tree.map(rows, (scale, zero_point))
     check_parameters(scale, zero_point, format)
     given = GivenScales(scale.astype(jnp.float32), None if zero_point is None else zero_point.astype(jnp.uint8))
     if not any(isinstance(a, jax.core.Tracer) for a in (x, scale, zero_point)):

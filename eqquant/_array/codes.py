@@ -1,6 +1,9 @@
 """The fields of `QuantizedArray`, and the properties that follow from them."""
 
+import dataclasses
+import functools as ft
 import math
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -13,12 +16,13 @@ from jaxtyping import Array, Float, Float32, UInt, UInt8
 from .._formats.base import AbstractFormat, packed_length
 from .._numerics import packing
 from .._numerics.axes import as_axes
-from .._numerics.blocks import BlockSize, num_blocks
+from .._numerics.blocks import BlockSize, num_blocks, tile_height
 from .._numerics.scale_bits import bits_to_scale
 from .dense import allow_dense
 from .value import AbstractArrayValue
 
 
+_T = TypeVar("_T")
 _UNSIGNED = frozenset(np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 
 
@@ -82,29 +86,34 @@ class AbstractCodes(AbstractArrayValue):
     def block_size(self) -> BlockSize:
         """How many values along the quantized axis share a scale, as in `format`.
 
-        An integer; `None` for one scale per channel (row), `"tensor"` for one for each matrix.
+        An integer; `None` for one scale per channel (row), `"tensor"` for one for each matrix, a pair for a tile.
         """
         return self.format.block_size
 
     @property
     def scale(self) -> Float32[Array, "*batch blocks"]:
-        """The scale of each block: float32 `(*batch, blocks)`, with the quantized axis last."""
+        """The scale of each block: float32 `(*batch, blocks)`, with the quantized axis last.
+
+        In tiles each row has them; `scale_bits` holds one for each tile.
+        """
         check_leaves(self)
-        return self._floats(self.scale_bits)
+        return self._floats(spread_tiles(self).scale_bits)
 
     @property
     def zero_point(self) -> UInt8[Array, "*batch blocks"] | None:
         """The zero point of each block: uint8 `(*batch, blocks)`, or `None`."""
         check_leaves(self)
-        if self.zero_point_bits is None:
+        packed = spread_tiles(self).zero_point_bits
+        if packed is None:
             return None
-        return packing.unpack(self.zero_point_bits, self.format.bits, num_blocks(row_length(self), self.block_size))
+        return packing.unpack(packed, self.format.bits, num_blocks(row_length(self), self.block_size))
 
     @property
     def offset(self) -> Float32[Array, "*batch blocks"] | None:
         """The offset of each block: float32 `(*batch, blocks)`, or `None`."""
         check_leaves(self)
-        return None if self.offset_bits is None else self._floats(self.offset_bits)
+        offset = spread_tiles(self).offset_bits
+        return None if offset is None else self._floats(offset)
 
     def _floats(self, stored: "Array | AbstractCodes") -> Array:
         """Returns scales or offsets as floats."""
@@ -164,18 +173,54 @@ def _check_shapes(q: AbstractCodes, codes: object, *leaves: object) -> None:
     shape = getattr(codes, "shape", None)  # which shardings in place of arrays lack
     if shape is None or shape[-1:] != (packed_length(format, row),):  # the property `shape` refuses these
         return
-    blocks = num_blocks(row, format.block_size)
+    blocks, batch = num_blocks(row, format.block_size), batch_of_scales(format, shape[:-1])
     for name, leaf in zip(("scale_bits", "zero_point_bits", "offset_bits"), leaves, strict=True):
         if leaf is None:
             continue
         length = packing.packed_length(blocks, format.bits) if name == "zero_point_bits" else blocks
-        expected, found = (*shape[:-1], length), getattr(leaf, "shape", None)
+        expected, found = (*batch, length), getattr(leaf, "shape", None)
         if found not in (None, expected):
             raise ValueError(
                 f"The leaves of a quantized array must share their leading axes. Got codes of shape {shape} and {name} "
                 f"of shape {found} instead of {expected}. Change all leaves alike, as "
                 "`jax.tree.map(lambda leaf: leaf[i], q)` does."
             )
+
+
+def batch_of_scales(format: AbstractFormat, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the batch axes of stored scales, from those of the codes.
+
+    They differ for tiles alone. Raises where one row alone cannot say of which tile it is.
+    """
+    if not isinstance(format.block_size, tuple):
+        return batch
+    if not batch:
+        raise ValueError(
+            f"Tiles need two axes, of which neither is mapped over. Got a row alone in {format!r}. Take matrices, or "
+            f"blocks of a row: `block_size={format.block_size[1]}`."
+        )
+    return (*batch[:-1], -(-batch[-1] // tile_height(format.block_size)))
+
+
+def spread_tiles(x: _T) -> _T:
+    """Returns an array in tiles as an array in blocks, and anything else as it is.
+
+    Each row gets the scales of its tile, as kernels and moves of rows take them.
+    """
+    if not isinstance(x, AbstractCodes) or not isinstance(x.format.block_size, tuple):
+        return x
+    height, width = x.format.block_size
+    scale, zero_point, offset = jax.tree.map(
+        lambda leaf: repeat_rows(leaf, height, x.codes.shape[-2]), (x.scale_bits, x.zero_point_bits, x.offset_bits)
+    )
+    format = dataclasses.replace(x.format, block_size=width)
+    return dataclasses.replace(x, format=format, scale_bits=scale, zero_point_bits=zero_point, offset_bits=offset)
+
+
+@ft.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def repeat_rows(x: Array, height: int, count: int) -> Array:
+    """Repeats each row, and returns the first `count`."""
+    return jnp.repeat(x, height, axis=-2)[..., :count, :]
 
 
 def row_length(q: AbstractCodes) -> int:

@@ -73,7 +73,7 @@ def change_axes(shape: tuple[int, ...], source_axes: Axes, new_shape: tuple[int,
                 lengths.append(length)
             elif axis in axes:
                 pass_until(axes.index(axis) + 1)
-                lengths[-1] = length
+                lengths[-1] = length if axis in repeated else lengths[-1]
         pass_until(len(axes))
         return jax.lax.broadcast_in_dim(x, lengths, places)
 

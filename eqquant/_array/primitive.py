@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from .. import _compat
 from .._types import PyTree, PyTreeDef
+from .codes import spread_tiles
 from .contraction import AbstractOperand, Options
 
 
@@ -44,7 +45,7 @@ def bind_matmul(
         x = options.quantize_x(x)
     # Inside `shard_map`, types also hold the mesh axes that arrays vary along. The product varies along the axes of
     # both operands. Casting the operands to these first makes the gradient sum over the right ones.
-    x, w = _compat.vary_alike((x, w))
+    x, w = _compat.vary_alike((spread_tiles(x), spread_tiles(w)))
     x_leaves, x_tree = jtu.tree_flatten(x)
     w_leaves, w_tree = jtu.tree_flatten(w)
     return quantized_matmul_p.bind(

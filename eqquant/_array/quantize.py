@@ -22,6 +22,7 @@ from .._methods.names import as_method, MethodLike
 from .._numerics import packing
 from .._numerics.axes import as_axes, as_axis, logical_order, memory_order
 from .._numerics.batching import is_watched
+from .._numerics.blocks import tile_height
 from .array import QuantizedArray
 from .checks import (
     as_single_array,
@@ -33,7 +34,7 @@ from .checks import (
     describe_argument,
     suggest_quantized,
 )
-from .codes import check_leaves, row_length
+from .codes import batch_of_scales, check_leaves, row_length
 from .sharding import leaf_shardings
 from .value import AbstractArrayValue
 
@@ -231,8 +232,12 @@ def _encode_array(
 ) -> QuantizedArray:
     check_codes(format)  # once per compilation, not once per call
     rows = memory_order(x, axes)
+    batch_of_scales(format, rows.shape[:-1])  # raises if it has no rows for tiles
     chunk = max(_CHUNK_SIZE // max(rows.shape[-1], 1), 1) if chunked else None
     encoded = quantize_packed(method, rows, format, key=key, chunk=chunk)
+    if isinstance(format.block_size, tuple):  # its rows have the same
+        stored = jax.tree.map(lambda x: x[..., :: tile_height(format.block_size), :], encoded._replace(codes=None))
+        encoded = stored._replace(codes=encoded.codes)
     lengths = tuple(x.shape[a] for a in axes)
     return _pack_array(encoded, format, as_axis(axes), lengths, x.dtype)
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._formats.base import AbstractFormat, segment_length
 from .._mesh import as_spec, explicit_mesh, full_spec, Names, names_in
 from .._numerics.axes import as_axes
-from .._numerics.blocks import block_length, num_blocks
+from .._numerics.blocks import block_length, has_blocks, num_blocks, tile_height
 from .._types import PyTree
 from .codes import AbstractCodes, row_length
 
@@ -28,13 +28,19 @@ def can_divide(length: int, format: AbstractFormat | None, names: Names, sizes: 
     return format is None or (length // parts) % smallest_part(length, format) == 0
 
 
+def cuts_no_tile(count: int, format: AbstractFormat, names: Names, sizes: Mapping[str, int]) -> bool:
+    """Returns whether mesh axes divide rows between tiles."""
+    parts = math.prod(sizes[name] for name in names)
+    return parts == 1 or count % (parts * tile_height(format.block_size)) == 0
+
+
 def smallest_part(length: int, format: AbstractFormat) -> int:
     """Returns how many values of a quantized axis share a scale or bytes.
 
     A per-channel scale is replicated instead. So are the codes of scales that cannot be divided.
     """
     unit, size = segment_length(format), format.block_size
-    return math.lcm(unit, size) if isinstance(size, int) and num_blocks(length, size) > 1 else unit
+    return math.lcm(unit, block_length(size, length)) if has_blocks(size) and num_blocks(length, size) > 1 else unit
 
 
 def leaf_specs(q: AbstractCodes, names: Sequence[Names], sizes: Mapping[str, int]) -> list[PartitionSpec]:
@@ -77,12 +83,15 @@ def leaf_shardings(q: AbstractCodes, sharding: NamedSharding, name: str = "The a
         )
     names = names_in(spec, len(shape))
     quantized = [a % len(shape) for a in as_axes(q.axis)]
+    rows = max((a for a in range(len(shape)) if a not in quantized), default=None)
     for axis, divided_by in enumerate(names):
         first, quantized_here = axis == quantized[0], axis in quantized
         length = row_length(q) if first else shape[axis]
         fits = can_divide(shape[axis], None, divided_by, sizes)
         if fits and first:
             fits = can_divide(length, q.format, divided_by, sizes)
+        if fits and axis == rows:
+            fits = cuts_no_tile(shape[axis], q.format, divided_by, sizes)
         if not fits or (quantized_here and not first and math.prod(sizes[n] for n in divided_by) > 1):
             raise ValueError(_explain_misfit(name, q, axis, divided_by, sizes, quantized_here and not first))
     memory = [names[a] for a in range(len(shape)) if a not in quantized] + [names[quantized[0]]]
@@ -97,6 +106,8 @@ def _explain_misfit(name: str, q: AbstractCodes, axis: int, names: Names, sizes:
         why = f"only the first of its quantized axes {q.axis} can be divided"
     elif q.shape[axis] % parts != 0:
         why = f"{q.shape[axis]} is not a multiple of {parts}"
+    elif axis not in [a % q.ndim for a in as_axes(q.axis)]:
+        why = f"its tiles have {tile_height(q.block_size)} rows each, of one scale"
     else:
         unit = smallest_part(row_length(q), q.format)
         why = f"of {row_length(q)} values in {q.format!r}, {unit} are packed together or share a scale"

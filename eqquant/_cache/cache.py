@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int, Int32, Integer
 
 from .._array.array import is_quantized, QuantizedArray
-from .._formats.base import AbstractFormat, segment_length
+from .._formats.base import AbstractFormat, check_no_tiles, segment_length
 from .._formats.names import as_format
 from .._mesh import full_spec, place
 from .attention import attend_by_xla, bind_attention, EMPTY_POSITION, nan_without_room
@@ -109,8 +109,8 @@ class QuantizedCache(eqx.Module):
         shape = _check_shape(shape)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"`dtype` must be of floats. Got {jnp.dtype(dtype)}. `keys` and `values` are the formats.")
-        key_format = None if keys is None else as_format(keys, "keys")
-        value_format = key_format if values is None else as_format(values, "values")
+        key_format = None if keys is None else check_no_tiles(as_format(keys, "keys"), "keys")
+        value_format = key_format if values is None else check_no_tiles(as_format(values, "values"), "values")
         if window is not None and not _is_integer(window):
             raise TypeError(f"`window` must be a whole number. Got {window!r}.")
         if per_channel:

@@ -15,7 +15,7 @@ from .._errors import check_keywords
 from .._export import register_export
 from .._native.weight import Codec
 from .._numerics import packing
-from .._numerics.blocks import BlockSize
+from .._numerics.blocks import BlockSize, tile_height
 from .._numerics.constants import compute_now
 from .._numerics.scale_bits import ScaleDtype
 
@@ -72,7 +72,8 @@ class AbstractFormat(eqx.Module):
     [`eqquant.quantize`][] takes.
 
     - `block_size`: how many values along the quantized axis share a scale; `None` for all of them (one scale per
-        channel), `"tensor"` for one scale for each matrix.
+        channel), `"tensor"` for one scale for each matrix, a pair for a tile of so many rows and columns, the quantized
+        axis last.
     - `bits`: 1 to 8, the width of a code. Codes of 1, 2, 4 and 8 bits have kernels.
     - `scale_dtype`: the dtype that scales are rounded to and stored as.
     - `scale_format`: the format that scales are quantized to, or `None` if they are not quantized.
@@ -127,11 +128,17 @@ class AbstractFormat(eqx.Module):
         if size is None or (isinstance(size, str) and size == "tensor"):
             return
         unit = packing.num_planes(self.bits)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % unit != 0:
+        tile = size if isinstance(size, tuple) else (1, size)
+        whole = all(type(n) is int and n > 0 for n in tile)
+        if len(tile) != 2 or not whole or tile[1] % unit != 0:
             raise ValueError(
                 f'`block_size` of {name} must be None, "tensor" or a positive multiple of {unit}, so that blocks of '
-                f"{self.bits}-bit codes fill bytes. Got `block_size={size!r}`. Common sizes are 32, 64 and 128; None "
-                "is one scale per channel."
+                f"{self.bits}-bit codes fill bytes; or the rows and the columns of a tile, `(128, 128)`. Got "
+                f"`block_size={size!r}`. Common sizes are 32, 64 and 128; None is one scale per channel."
+            )
+        if isinstance(size, tuple) and isinstance(self, AbstractVectorFormat):
+            raise ValueError(
+                f"`block_size` of {name} must be along the quantized axis alone. Got `block_size={size!r}`."
             )
 
     @abc.abstractmethod
@@ -339,7 +346,21 @@ def has_one_scale(format: AbstractFormat) -> bool:
 def spans_rows(format: AbstractFormat) -> bool:
     """Returns whether rows that are quantized together share a scale, or a scale of scales."""
     nested = format.scale_format
-    return "tensor" in (format.block_size, None if nested is None else nested.block_size)
+    sizes = (format.block_size, None if nested is None else nested.block_size)
+    return "tensor" in sizes or tile_height(format.block_size) > 1
+
+
+def check_no_tiles(format: AbstractFormat, argument: str) -> AbstractFormat:
+    """Returns the format of rows that come one by one.
+
+    Raises for tiles, and names the `argument`.
+    """
+    if isinstance(format.block_size, tuple):
+        raise ValueError(
+            f"`{argument}` must have scales of their own for each row. Got {format!r}, whose tiles span rows. Take "
+            f"`block_size={format.block_size[1]}`."
+        )
+    return format
 
 
 def has_offsets(format: AbstractFormat) -> bool:

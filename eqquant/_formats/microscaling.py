@@ -109,12 +109,19 @@ class NVFP4(AbstractMinifloat):
 
         [Introducing NVFP4 for Efficient and Accurate Low-Precision Inference](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/)
 
-    **Arguments:** none; the block size is 16 by definition.
+    **Arguments:**
+
+    - `block_size`: 16 by definition (the default), or `(16, 16)`: tiles, whose transpose has the same codes and scales,
+        for [training](../low_precision.md). Files of others hold the scale of a tile in each of its rows.
     """
 
-    block_size: BlockSize = eqx.field(static=True, default=16, init=False)
+    block_size: BlockSize = eqx.field(static=True, default=16)
     bits = 4
     scale_format: ClassVar[AbstractFormat | None] = FP8("e4m3", block_size="tensor")
+
+    def __check_init__(self) -> None:
+        if self.block_size not in (16, (16, 16)):
+            raise ValueError(f"`block_size` of NVFP4 must be 16 or (16, 16). Got {self.block_size!r}.")
 
     @property
     def element(self) -> Minifloat:

@@ -14,7 +14,7 @@ import wadler_lindig as wl
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int32
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.codes import check_leaves
+from .._array.codes import check_leaves, spread_tiles
 from .._array.contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .._array.moves import Move
 from .._array.primitive import bind_matmul
@@ -112,7 +112,7 @@ class SelectedArray(AbstractArrayValue):
 
     def linear(self, x: Array | AbstractOperand, options: Options) -> Float[Array, "*batch m n"]:
         """For products: `x . self^T` of matrices, by the primitive."""
-        w = dataclasses.replace(self, stack=dataclasses.replace(self.stack, axis=-1))
+        w = dataclasses.replace(self, stack=dataclasses.replace(spread_tiles(self.stack), axis=-1))
         return bind_matmul(x, w, options, transpose=self.stack.axis == -2)
 
     def move(self, spec: Move, *others: "SelectedArray") -> AbstractArrayValue:
@@ -155,7 +155,7 @@ def take_layer(tree: PyTree, index: ArrayLike) -> PyTree:
 
     The same tree. Instead of a [`eqquant.QuantizedArray`][] it has an array that behaves like it and reads the stack;
     its `.gather()` is a copy. Inside a function that [`eqquant.filter_grad`][] differentiates, quantized arrays are
-    copied, since gradients go to the arrays themselves.
+    copied, since gradients go to the arrays themselves; so are arrays in tiles.
 
     **Raises:**
 
@@ -179,8 +179,8 @@ def _select(leaf: PyTree, index: Array | np.ndarray) -> PyTree:
         raise ValueError(
             f"`take_layer` needs a first axis, before the quantized one. Got an array of shape {leaf.shape}."
         )
-    leaf = dataclasses.replace(leaf, logical_sharding=None)
-    if leaf.gradient_of is not None:
+    leaf = dataclasses.replace(leaf if leaf.codes.ndim > 2 else spread_tiles(leaf), logical_sharding=None)
+    if leaf.gradient_of is not None or isinstance(leaf.block_size, tuple):
         return jtu.tree_map(lambda a: _gather_entry(a, index), leaf)
     return SelectedArray(leaf, _normalize_index(index, leaf.codes.shape[0]), leaf.ndim)
 

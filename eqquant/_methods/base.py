@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._export import register_export
 from .._formats.base import AbstractFormat, AbstractVectorFormat, is_ours, Scales
+from .._numerics.blocks import block_length, has_blocks
 from .choose import broadcast_weights, choose_by_blocks, choose_by_weights, Rows, ZeroPoints
 from .fingerprint import check_same_weight
 from .grid import encode_by_chunks, EncodedRows, Grid, ScaleBits, store
@@ -67,7 +68,7 @@ class AbstractMethod(eqx.Module):
         **Arguments:**
 
         - `rows`: floats, with the quantized axis last. Each row is quantized alone, unless `format` has one scale for
-            each matrix, the last two axes.
+            each matrix, the last two axes, or each tile.
         - `format`: the format to quantize to.
         - `key`: for stochastic rounding; `None` rounds to the nearest code.
         - `chunk`: how many rows to process at a time, to save memory; `None` for all. It never changes the result.
@@ -217,7 +218,9 @@ class AbstractScaleMethod(AbstractMethod):
         if self.inputs is None or self.choose_weighted is None:
             # Reductions need no memory, unless values are converted first, or a shorter last block is cut off.
             size = format.block_size
-            in_place = rows.dtype == jnp.float32 and (not isinstance(size, int) or rows.shape[-1] % size == 0)
+            in_place = rows.dtype == jnp.float32 and (
+                not has_blocks(size) or rows.shape[-1] % block_length(size, 1) == 0
+            )
             only_reduces = self.only_reduces and is_ours(format, "choose_scale", "choose_zero_point", "choose_offset")
             chunk = None if only_reduces and in_place else chunk
             return choose_by_blocks(self.choose_scales, rows, format, chunk=chunk)

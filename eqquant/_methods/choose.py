@@ -1,5 +1,6 @@
 """Cuts rows into blocks, and chooses the scale and the zero point of each."""
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -8,7 +9,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points, Scales
 from .._numerics.batching import Index, map_chunks
-from .._numerics.blocks import not_finite, num_blocks, split_blocks
+from .._numerics.blocks import BlockSize, not_finite, num_blocks, split_blocks, tile_height
 
 
 Rows = Float[Array, "*batch length"]
@@ -53,7 +54,7 @@ def choose_by_blocks(
     `TypeError` if `choose` returns other shapes, or zero points that do not suit the format.
     """
 
-    def choose_and_check(blocks: Array, _: int) -> Chosen:
+    def choose_and_check(blocks: Array) -> Chosen:
         scale, zero_point = choose(blocks, format)
         check_scales(scale, zero_point, blocks.shape[:-1], format)
         return copy_nan(scale, not_finite(blocks)), zero_point
@@ -72,18 +73,14 @@ def choose_by_weights(
 
     `weights` are those of columns; `stack` are the first axes of `batch`.
     """
-    if weights.ndim > 1 and format.block_size != "tensor":
+    if weights.ndim > 1 and not _cuts_matrices(format):
         return jax.vmap(lambda rows, weights: choose_by_weights(choose, rows, weights, format, chunk))(rows, weights)
-    if format.block_size == "tensor":
-        weights = broadcast_weights(weights, rows)
-    parts = split_blocks(weights, format.block_size)
 
-    def choose_weighted(blocks: Array, part: int) -> Chosen:
-        own = parts[part].reshape(*[1] * (blocks.ndim - parts[part].ndim), *parts[part].shape)
-        scale, zero_point = choose(blocks, jnp.broadcast_to(own, blocks.shape), format)
+    def choose_weighted(blocks: Array, weights: Array) -> Chosen:
+        scale, zero_point = choose(blocks, weights, format)
         return copy_nan(scale, not_finite(blocks)), zero_point
 
-    return choose_by_parts(choose_weighted, rows, format, chunk)
+    return choose_by_parts(choose_weighted, rows, format, chunk, weights)
 
 
 def broadcast_weights(weights: Float32[Array, "*stack length"], rows: Rows) -> Float32[Array, "*batch length"]:
@@ -92,18 +89,46 @@ def broadcast_weights(weights: Float32[Array, "*stack length"], rows: Rows) -> F
     return jnp.broadcast_to(weights, rows.shape)
 
 
+def _cuts_matrices(format: AbstractFormat) -> bool:
+    """Returns whether a block spans rows, so that matrices must be whole."""
+    return format.block_size == "tensor" or isinstance(format.block_size, tuple)
+
+
 def choose_by_parts(
-    choose: Callable[[Array, int], Chosen], rows: Rows, format: AbstractFormat, chunk: int | None
+    choose: Callable[..., Chosen],
+    rows: Rows,
+    format: AbstractFormat,
+    chunk: int | None,
+    weights: Float32[Array, "*stack length"] | None = None,
 ) -> tuple[Scales, ZeroPoints]:
-    """Calls `choose(blocks, part)` for whole blocks, part 0, and a shorter last one, part 1."""
+    """Calls `choose(blocks)` for whole blocks, and for a shorter last one.
+
+    With `weights`, calls `choose(blocks, weights)`, with the weights of their values. The rows of a tile get the same.
+    """
     *batch, length = rows.shape
 
-    def choose_rows(_: Index, rows: Array) -> Chosen:
-        parts = split_blocks(rows.astype(jnp.float32), format.block_size)
-        scales, zeros = zip(*(choose(part, n) for n, part in enumerate(parts)), strict=True)
-        return jnp.concatenate(scales, axis=-1), None if zeros[0] is None else jnp.concatenate(zeros, axis=-1)
+    def choose_whole(*arrays: Array, size: BlockSize) -> Chosen:
+        parts = zip(*(split_blocks(x, size) for x in arrays), strict=True)
+        scales, zeros = zip(*(choose(*part) for part in parts), strict=True)
+        each = lambda x: jnp.repeat(x, tile_height(size), axis=-2) if isinstance(size, tuple) else x
+        join = lambda parts: each(jnp.concatenate(parts, axis=-1))
+        return join(scales), None if zeros[0] is None else join(zeros)
 
-    scale, zero_point = map_chunks(choose_rows, None if format.block_size == "tensor" else chunk, rows)
+    def choose_rows(_: Index, rows: Array) -> Chosen:
+        arrays = [rows.astype(jnp.float32)]
+        arrays += [] if weights is None else [broadcast_weights(weights, rows)]
+        size = format.block_size
+        if not isinstance(size, tuple) or rows.size == 0:
+            return choose_whole(*arrays, size=size)
+        count, (height, width) = rows.shape[-2], size
+        ends = sorted({0, count // height * height, count})
+        found = [
+            choose_whole(*(x[..., start:stop, :] for x in arrays), size=(min(height, stop - start), width))
+            for start, stop in itertools.pairwise(ends)
+        ]
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-2), *found)
+
+    scale, zero_point = map_chunks(choose_rows, None if _cuts_matrices(format) else chunk, rows)
     blocks = (*batch, num_blocks(length, format.block_size))
     return jnp.broadcast_to(scale, blocks), None if zero_point is None else jnp.broadcast_to(zero_point, blocks)
 

@@ -21,7 +21,7 @@ from .._native import calls
 from .._native.encoding import Scaling
 from .._native.lowering import lower_on_cpu
 from .._numerics.batching import Index, map_chunks, report_row
-from .._numerics.blocks import divide
+from .._numerics.blocks import block_length, divide
 from .._numerics.primitives import jit_impl, leading_batching_rule, zero_tangent_jvp
 from .._types import PyTreeDef
 from .base import AbstractMethod, AbstractScaleMethod
@@ -75,7 +75,7 @@ def _native(*args: Array, tree: PyTreeDef, format: AbstractFormat, chunk: int | 
         divisor = jnp.where(usable, 1, grid.stored_scale)
         factor = jnp.where(usable, divide(jnp.ones_like(grid.scale), grid.scale), 1)
     length = rows.shape[-1]
-    block_size = length if format.block_size in (None, "tensor") else format.block_size
+    block_size = block_length(format.block_size, length)
     shift = None if grid.zero_point is None else grid.zero_point.astype(jnp.float32)
     out = packed_length(format, length)
     return calls.encode(rows, Scaling(divisor, factor, grid.offset, shift), steps, format.bits, block_size, out)

@@ -110,7 +110,7 @@ def _is_near(wanted: Scales, stored: Scales) -> Bool[Array, "*batch blocks"]:
 
 def _largest_error(rows: Rows, grid: Grid, format: AbstractFormat, chunk: int | None) -> Scales:
     """Returns a bound of the errors of the values of each block."""
-    low, high = choose_by_parts(lambda blocks, _: ends(blocks), rows, format, chunk)
+    low, high = choose_by_parts(ends, rows, format, chunk)
     levels, used = find_levels(format)
     levels = np.unique(levels[used])
     offset = 0.0 if grid.stored_offset is None else grid.stored_offset
@@ -123,7 +123,7 @@ def _largest_error(rows: Rows, grid: Grid, format: AbstractFormat, chunk: int | 
 def _root_mean_square(rows: Rows, format: AbstractFormat, chunk: int | None) -> Scales:
     """Returns the root of the mean square of each block."""
 
-    def choose(blocks: Array, _: int) -> tuple[Array, None]:
+    def choose(blocks: Array) -> tuple[Array, None]:
         size = absmax(blocks)  # as a unit, it keeps squares from overflowing
         units = divide(blocks, jnp.broadcast_to(size[..., None], blocks.shape))
         return size * jnp.sqrt(jnp.sum(jnp.square(units), axis=-1) / max(blocks.shape[-1], 1)), None
@@ -246,7 +246,7 @@ def encode_rows(
     An `EncodedRows`.
     """
     check_scales(scale, zero_point, (*rows.shape[:-1], num_blocks(rows.shape[-1], format.block_size)), format)
-    nans, _ = choose_by_parts(lambda blocks, _: (not_finite(blocks), None), rows, format, chunk)
+    nans, _ = choose_by_parts(lambda blocks: (not_finite(blocks), None), rows, format, chunk)
     return encode_by_chunks(rows, *store(rows, copy_nan(scale, nans), zero_point, format, chunk), format, key, chunk)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, UInt8
 
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, spans_rows
 from .._numerics.batching import Index
 from .._numerics.blocks import block_length
 from .._numerics.scale_bits import bits_to_scale, scale_to_bits
@@ -107,7 +107,7 @@ class LearnedRounding(AbstractMethod):
 
 def _fits(format: AbstractFormat) -> bool:
     """Whether the scale of each block can change alone."""
-    return format.scale_format is None and format.block_size != "tensor"
+    return format.scale_format is None and not spans_rows(format)
 
 
 def _descend(

@@ -9,27 +9,44 @@ from jaxtyping import Array, Float, UInt8
 from .reduce import reduce_blocks
 
 
-BlockSize = int | Literal["tensor"] | None
+# A pair is a tile, of so many rows and columns.
+BlockSize = int | tuple[int, int] | Literal["tensor"] | None
 
 
 def num_blocks(length: int, block_size: BlockSize) -> int:
     """Returns how many scales a row of `length` values has."""
-    if block_size is None or block_size == "tensor":
-        return 1
-    return -(-length // block_size)
+    return -(-length // block_length(block_size, length)) if has_blocks(block_size) else 1
 
 
 def block_length(block_size: BlockSize, length: int) -> int:
-    """Returns how many of `length` values share a scale: all of them without blocks."""
+    """Returns how many values of a row share a scale: without blocks all `length` of them."""
+    if isinstance(block_size, tuple):
+        return block_size[1]
     return block_size if isinstance(block_size, int) else length
+
+
+def has_blocks(block_size: BlockSize) -> bool:
+    """Returns whether a row is cut into blocks or tiles."""
+    return isinstance(block_size, (int, tuple))
+
+
+def tile_height(block_size: BlockSize) -> int:
+    """Returns how many rows share the scales that are stored: one without tiles."""
+    return block_size[0] if isinstance(block_size, tuple) else 1
 
 
 def split_blocks(x: Float[Array, "*batch length"], block_size: BlockSize) -> list[Float[Array, "... blocks block"]]:
     """Cuts the last axis into blocks: the whole ones, and a shorter last one if any.
 
     So a scale rule only sees real values, never padding. `"tensor"` makes each matrix one block: the last two axes.
+    Tiles must divide the rows: `(*stack, rows, length)` becomes `(*stack, tiles, blocks, rows * columns of a tile)`.
     """
     *batch, length = x.shape
+    if isinstance(block_size, tuple):
+        height, width = block_size
+        tiles = x.reshape(*batch[:-1], batch[-1] // height, height, length)
+        parts = [jnp.swapaxes(part, -3, -2) for part in split_blocks(tiles, width)]
+        return [part.reshape(*part.shape[:-2], height * part.shape[-1]) for part in parts]
     if block_size == "tensor":
         stack, rows = batch[:-1], batch[-1:]
         return [x.reshape(*stack, *[1] * len(rows), 1, math.prod(rows) * length)]
@@ -50,10 +67,11 @@ def expand(per_block: Array, block_size: BlockSize, length: int) -> Array:
     `(*batch, blocks)` becomes `(*batch, length)`.
     """
     *batch, blocks = per_block.shape
-    if block_size is None or block_size == "tensor":
+    if not has_blocks(block_size):
         return jnp.broadcast_to(per_block, (*batch, length))
-    repeated = jnp.broadcast_to(per_block[..., None], (*batch, blocks, block_size))
-    return repeated.reshape(*batch, blocks * block_size)[..., :length]
+    size = block_length(block_size, length)
+    repeated = jnp.broadcast_to(per_block[..., None], (*batch, blocks, size))
+    return repeated.reshape(*batch, blocks * size)[..., :length]
 
 
 def dequantize_blocks(

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int8, Int32, Num
 
 from .._array.array import QuantizedArray
-from .._array.codes import row_length
+from .._array.codes import row_length, spread_tiles
 from .._array.dense import allow_dense
 from .._array.moves import CannotMove
 from .._array.straight_through import value_of
@@ -70,7 +70,7 @@ def convolve(x: Float[Array, "..."], w: ActivationQuantizedArray, params: Params
     q = w.quantize_rows(examples.reshape(examples.shape[0], math.prod(examples.shape[1:]))).quantize()
     restore_shape = lambda values: jnp.moveaxis(values.reshape(examples.shape), 0, batch)
     dense = ft.partial(lax.conv_general_dilated_p.bind, **params)
-    weight = w.array.quantized() if isinstance(w.array, FakeQuantizedArray) else w.array
+    weight = spread_tiles(w.array.quantized() if isinstance(w.array, FakeQuantizedArray) else w.array)
     # The dense convolution gives the gradient: it reaches learned scales, and skips clipped values.
     multiplies_codes = _can_multiply_codes(q, weight, params)
     with allow_dense():

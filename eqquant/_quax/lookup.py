@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Integer
 
 from .._array.array import QuantizedArray
+from .._array.codes import spread_tiles
 from .._array.dense import allow_dense
 from .._array.moves import Axes, CannotMove, change_axes, move_along
 from .._array.value import AbstractArrayValue, move
@@ -101,4 +102,4 @@ def _gather_rows(q: QuantizedArray, indices: ArrayLike, params: dict[str, Any]) 
         raise CannotMove
     gather = lambda leaf: lax.gather(leaf, indices, dnums, (*sizes[:-1], leaf.shape[-1]), mode=params["mode"])
     with allow_dense():
-        return jtu.tree_map(gather, q.with_sharding(None)).dequantize()
+        return jtu.tree_map(gather, spread_tiles(q).with_sharding(None)).dequantize()

@@ -381,7 +381,8 @@ class _TrainableQuantized(eqx.Module):
 
     def start(self) -> dict[str, Array]:
         changes, format = {}, self.q.format
-        if format.scale_format is None and format.scale_dtype in ("float32", "float16", "bfloat16"):
+        plain = format.scale_format is None and not isinstance(format.block_size, tuple)
+        if plain and format.scale_dtype in ("float32", "float16", "bfloat16"):
             changes["scale"] = jnp.zeros(self.q.scale.shape, jnp.float32)
         if self.trains_codes:
             changes["codes"] = jnp.zeros((*self.q.codes.shape[:-1], row_length(self.q)), jnp.float32)

@@ -16,7 +16,7 @@ from .._array.array import is_quantized
 from .._array.quantize import quantize_array, requantize_like
 from .._array.sharding import leaf_shardings
 from .._formats import Dynamic8
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, check_no_tiles
 from .._formats.names import as_format
 from .._mesh import full_spec
 from .._numerics.blocks import block_length
@@ -99,7 +99,7 @@ def quantize_state(
     """
     import optax
 
-    signed = as_format(format)
+    signed = check_no_tiles(as_format(format), "format")
     has_unsigned = any(field.name == "signed" for field in dataclasses.fields(signed))
     unsigned = dataclasses.replace(signed, signed=False) if has_unsigned else Dynamic8(signed=False)
     inner = as_optimizer(optimizer)

@@ -18,7 +18,7 @@ from .._array.contraction import AbstractOperand, as_matrices, Constraints, get_
 from .._array.moves import Axes
 from .._array.value import AbstractArrayValue, as_permutation
 from .._errors import name_type
-from .._formats.base import AbstractFormat, has_one_scale, has_zero_points
+from .._formats.base import AbstractFormat, check_no_tiles, has_one_scale, has_zero_points
 from .._formats.names import as_format
 from .._matmul.rows import AbstractRows, DynamicRows, StaticRows
 from .._types import PyTree
@@ -71,7 +71,7 @@ class ActivationQuantizedArray(AbstractMatmulOverride):
         learn_scale: bool = False,
     ) -> None:
         self.array = array
-        self.activations = as_format(activations, "activations")
+        self.activations = check_no_tiles(as_format(activations, "activations"), "activations")
         if not isinstance(array, AbstractArrayValue):
             raise TypeError(
                 f"`array` must be a quantized weight. Got {name_type(array)}. Quantize it: `eqq.quantize(w, 'int8')`."

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.codes import row_length
+from .._array.codes import row_length, spread_tiles
 from .._array.value import AbstractArrayValue
 from .._formats.base import packed_length, segment_length
 from .._numerics.axes import as_axes
@@ -32,7 +32,7 @@ def concatenate(arrays: Sequence[PyTree], axis: int = 0) -> PyTree:
         return arrays[0]
     if not _all_quantized(arrays):
         return jnp.concatenate(arrays, axis)
-    arrays = [_with_row_scales(q) for q in arrays]
+    arrays = [_with_row_scales(q, axis) for q in arrays]
     first = arrays[0]
     at = _batch_axis(first, axis)
     if at is None:
@@ -60,7 +60,7 @@ def split(x: PyTree, sizes: Sequence[int], axis: int = 0) -> list[PyTree]:
         return [dataclasses.replace(x, array=part) for part in split(x.array, sizes, axis)]
     bounds = [0, *itertools.accumulate(sizes)]
     if is_quantized(x):
-        at = _batch_axis(x, axis)
+        x, at = _without_tiles(x, axis), _batch_axis(x, axis)
         if at is None:
             return [_slice_rows(x, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
         before = (slice(None),) * at
@@ -73,7 +73,7 @@ def take(x: PyTree, indices: np.ndarray, axis: int = 0) -> PyTree:
     """Gathers entries along a logical axis. Raises a `ValueError` for a quantized axis."""
     if not is_quantized(x):
         return jnp.take(x, indices, axis)
-    at = _batch_axis(x, axis)
+    x, at = _without_tiles(x, axis), _batch_axis(x, axis)
     if at is None:
         raise ValueError(f"axis {axis} is the quantized one, along which values share scales")
     return jtu.tree_map(lambda leaf: jnp.take(leaf, indices, at), x)
@@ -94,11 +94,19 @@ def _batch_axis(q: QuantizedArray, axis: int) -> int | None:
     return None if axis % q.ndim in quantized else [a for a in range(q.ndim) if a not in quantized].index(axis % q.ndim)
 
 
-def _with_row_scales(q: QuantizedArray) -> QuantizedArray:
-    """Turns a per-tensor scale into per-channel scales, which can be concatenated."""
+def _with_row_scales(q: QuantizedArray, axis: int) -> QuantizedArray:
+    """Turns the scale of a matrix or a tile into scales of rows, which can be concatenated."""
     if q.format.block_size != "tensor":
-        return q
+        return _without_tiles(q, axis)
     return dataclasses.replace(q, format=dataclasses.replace(q.format, block_size=None))
+
+
+def _without_tiles(q: QuantizedArray, axis: int) -> QuantizedArray:
+    """Returns an array whose scales have all entries of a logical axis.
+
+    Tiles become blocks of rows.
+    """
+    return q if _batch_axis(q, axis) in range(q.codes.ndim - 2) else spread_tiles(q)
 
 
 _FIELDS: dict[str, Callable[[QuantizedArray], object]] = {

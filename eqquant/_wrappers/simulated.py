@@ -21,7 +21,7 @@ from .._array.moves import Move
 from .._array.quantize import quantize_array
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue, Index
-from .._formats.base import AbstractFormat, has_offsets, has_zero_points
+from .._formats.base import AbstractFormat, has_offsets, has_zero_points, spans_rows
 from .._formats.names import as_format
 from .._methods import AbsMax, AbstractMethod
 from .._methods.given import GivenScales
@@ -201,7 +201,7 @@ def fake_quantize_array(
         return FakeQuantizedArray(x, format, as_axis(axes), dtype, method)
     shifted = has_zero_points(format) or has_offsets(format)
     plain = format.scale_format is None and format.scale_dtype in ("float32", "float16", "bfloat16")
-    if shifted or not plain or format.block_size == "tensor":
+    if shifted or not plain or spans_rows(format):
         raise ValueError(
             "`learn_scales=True` needs a format whose scales are floats, without zero points and offsets, and one for "
             f"each row or block. Got {format!r}. Take `Int8()`, `Int4()` or `NF4()`, for instance."

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._array.array import is_quantized, QuantizedArray
+from .._array.codes import batch_of_scales
 from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractFormat, has_offsets, has_zero_points, packed_length
 from .._methods import AbstractMethod
@@ -201,24 +202,28 @@ def _structs(
     lengths = tuple(shape[a] for a in axes)
 
     def make(
-        format: AbstractFormat, axis: int | tuple[int, ...], lengths: tuple[int, ...], dtype: np.dtype
+        format: AbstractFormat,
+        axis: int | tuple[int, ...],
+        lengths: tuple[int, ...],
+        dtype: np.dtype,
+        batch: tuple[int, ...],
     ) -> QuantizedArray:
         length = math.prod(lengths)
-        blocks = num_blocks(length, format.block_size)
+        blocks, stored = num_blocks(length, format.block_size), batch_of_scales(format, batch)
 
         def per_block() -> jax.Array | QuantizedArray:
             if format.scale_format is None:
-                return jnp.zeros((*batch, blocks), _SCALE_BITS[format.scale_dtype])
-            return make(format.scale_format, -1, (blocks,), np.dtype(np.float32))
+                return jnp.zeros((*stored, blocks), _SCALE_BITS[format.scale_dtype])
+            return make(format.scale_format, -1, (blocks,), np.dtype(np.float32), stored)
 
-        packed = (*batch, packed_length(format, blocks))
+        packed = (*stored, packed_length(format, blocks))
         zero_point = jnp.zeros(packed, jnp.uint8) if has_zero_points(format) else None
         codes = jnp.zeros((*batch, packed_length(format, length)), jnp.uint8)
         offset = per_block() if has_offsets(format) else None
         return QuantizedArray(codes, per_block(), zero_point, format, axis, lengths, dtype, offset_bits=offset)
 
     def whole() -> QuantizedArray:
-        q = make(format, as_axis(axes), lengths, dtype)
+        q = make(format, as_axis(axes), lengths, dtype, batch)
         floats = None if gradient_of is None else jnp.zeros((*batch, math.prod(lengths)), gradient_of)
         return dataclasses.replace(q, gradient_of=floats, logical_sharding=sharding)
 

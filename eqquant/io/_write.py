@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from .._array.codes import spread_tiles
 from .._errors import did_you_mean, Message
 from .._tree.leaves import abbreviate_list, Leaf, named_leaves
 from .._types import PyTree
@@ -162,8 +163,10 @@ def _writer(dialect: str) -> ModuleType:
 
 def _layout(writer: ModuleType, name: str, x: AnyArray, kind: str | None = None) -> WrittenArray:
     if writer is gguf:
-        return gguf.layout(name, x, kind)
-    return writer.layout(name, x) if is_packed(x) else dense(name, x)
+        return gguf.layout(name, spread_tiles(x), kind)
+    if not is_packed(x):
+        return dense(name, x)
+    return writer.layout(name, x if writer is compressed_tensors else spread_tiles(x))
 
 
 def _settings(writer: ModuleType, schemes: Mapping[str, Scheme | None]) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..._formats import FP8, MXFP4, MXFP8, NVFP4
-from ..._numerics.blocks import BlockSize, num_blocks
+from ..._numerics.blocks import BlockSize, num_blocks, tile_height
 from .._bits import unpack_low_first
 from .._repack import act_order, Nested, Unpacked
 from .._tensors import DTYPES, FLOATS, StoredTensor
@@ -21,18 +21,22 @@ class ScaleGrid(NamedTuple):
     """How scales lie over the last two axes of a weight, `(*batch, out, in)`.
 
     - `shape`: the shape of the scales, with the batch axes of the weight, or ones: `(*batch, rows, blocks)`.
-    - `block`: the values of a row that share a scale.
-    - `repeats`: the rows that share a scale.
+    - `block`: the values of a row that share a scale, or a tile.
+    - `repeats`: the rows that share a scale and have it each.
     """
 
     shape: tuple[int, ...]
     block: BlockSize
     repeats: int
 
+    def by_rows(self) -> "ScaleGrid":
+        """Returns the same scales in each row of a tile."""
+        return self._replace(block=self.block[1], repeats=self.block[0]) if isinstance(self.block, tuple) else self
+
     def spread(self, x: np.ndarray, batch: tuple[int, ...], out: int) -> np.ndarray:
-        """Returns a scale, or a zero point, for each block of each row."""
+        """Returns a scale, or a zero point, for each block of each row, or of each row of tiles."""
         rows = np.repeat(x.reshape(self.shape), self.repeats, axis=-2)[..., :out, :]
-        return np.ascontiguousarray(np.broadcast_to(rows, (*batch, out, self.shape[-1])))
+        return np.ascontiguousarray(np.broadcast_to(rows, (*batch, *rows.shape[-2:])))
 
 
 def find_scale_grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int, int] | None = None) -> ScaleGrid:
@@ -49,12 +53,14 @@ def find_scale_grid(scale: StoredTensor, shape: tuple[int, ...], tile: tuple[int
     height, width = tile or (128, 128)
     tiles = (rows, blocks) == (-(-out // height), -(-length // width))
     if all(n in (1, b) for n, b in zip(found, batch, strict=False)):
+        if tiles and tile and len(scale.shape) > 1:
+            return ScaleGrid(found, (height, width), 1)
         if rows == blocks == 1:
             return ScaleGrid(found, "tensor" if math.prod(shape[:-1]) > 1 else None, out)
-        if rows == out and not (tiles and tile):
+        if rows == out:
             return ScaleGrid(found, group_size(scale, blocks, length), 1)
         if tiles:
-            return ScaleGrid(found, None if blocks == 1 else width, height)
+            return ScaleGrid(found, (height, width), 1)
     each = f"each row, or each {height} x {width} values"
     scale.fail(f"It must have a scale for {each}, of {list(shape)}. Got {list(scale.shape)}.")
 
@@ -80,7 +86,7 @@ def scaled_item(
     groups: StoredTensor | None = None,
     bits: int = 8,
 ) -> Item:
-    """An array of bytes, int8 or fp8. A scale of a tile is stored once for each row of it.
+    """An array of bytes, int8 or fp8.
 
     **Arguments:**
 
@@ -135,15 +141,15 @@ def crop(item: Item, size: StoredTensor | None) -> Item:
     if outside or len(shape) != 2 or entry.order is not None or entry.format is None:
         size.fail(f"It must be the shape of the weight, or of two dimensions without padding. Got {list(shape)}.")
     out, length = shape
-    blocks = num_blocks(length, entry.format.block_size)
+    blocks, tiles = num_blocks(length, entry.format.block_size), -(-out // tile_height(entry.format.block_size))
 
     def load() -> Unpacked:
         found = item.load()
         if not isinstance(found, Unpacked):
             raise TypeError(f"Only parts of a weight can be cut. Got {found!r}.")
         codes, x = lambda start, stop: found.codes(start, stop)[:, :length], found.scale
-        scale = Nested(x.codes[:out, :blocks], x.scale[:out]) if isinstance(x, Nested) else x[:out, :blocks]
-        zero = None if found.zero_point is None else found.zero_point[:out, :blocks]
+        scale = Nested(x.codes[:tiles, :blocks], x.scale[:tiles]) if isinstance(x, Nested) else x[:tiles, :blocks]
+        zero = None if found.zero_point is None else found.zero_point[:tiles, :blocks]
         return found._replace(codes=codes, scale=scale, zero_point=zero)
 
     return dataclasses.replace(item, entry=dataclasses.replace(entry, shape=shape), load=load)

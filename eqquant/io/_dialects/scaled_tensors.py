@@ -15,7 +15,7 @@ See https://github.com/vllm-project/compressed-tensors (vLLM, llm-compressor).
                            optionally P_shape or P_shape_original int64 (2,), without the padding of the last tiles
 
 P is such as `layers.0.weight`. Experts have a third axis in front. One scale for all goes with zero points that are not
-packed, int8. A scale of a block in two dimensions is stored once for each row. A weight has the dtype of its scales.
+packed, int8. A weight has the dtype of its scales.
 
 Other libraries store the last two with other names of scales (`_SCALES`). All multiply by them:
 
@@ -134,7 +134,7 @@ def _packed_item(parts: Parts, settings: _Settings) -> Item:
 
 def _integers(parts: Parts, t: StoredTensor, scale: StoredTensor, shape: tuple[int, ...], bits: int) -> Item:
     *batch, out, length = shape
-    layout = find_scale_grid(scale, shape)
+    layout = find_scale_grid(scale, shape).by_rows()
     blocks = layout.shape[-1]
     zero = parts.pop("weight_zero_point", None)
     whole = zero is not None and zero.dtype == "I8" and math.prod(zero.shape) == math.prod(layout.shape)

@@ -2,7 +2,7 @@
 
     Int2 to Int6   pack-quantized; codes of 3, 5 and 6 bits lie across words, without gaps
     Int8           int-quantized
-    FP8("e4m3")    float-quantized; scales of 128 x 128 values where they are equal for each 128 rows
+    FP8("e4m3")    float-quantized; scales of tiles, also of 128 x 128 values where they are equal for each 128 rows
     MXFP4          mxfp4-pack-quantized
     NVFP4          nvfp4-pack-quantized. Scales are divided by one number for the tensor, the reciprocal of ours: so
                    values are equal up to rounding in float32
@@ -16,8 +16,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..._array.array import QuantizedArray
+from ..._array.codes import spread_tiles
 from ..._formats import FP8, Int2, Int3, Int4, Int5, Int6, Int8, MXFP4, NVFP4
 from ..._formats.base import has_zero_points
+from ..._numerics.blocks import block_length, BlockSize, has_blocks
 from .._bits import pack_low_first, pack_words
 from .._tensors import NewTensor
 from ._layout import as_tensor, finite_scales, narrow, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
@@ -32,11 +34,12 @@ FITS = (
 
 def layout(name: str, q: QuantizedArray) -> WrittenArray:
     """Returns the tensors of an array."""
+    q = q if isinstance(q.format, FP8) else spread_tiles(q)
     format, block = q.format, q.format.block_size
     kinds = (Int2, Int3, Int4, Int5, Int6, Int8, FP8, MXFP4, NVFP4)
     fits = isinstance(format, kinds) and getattr(format, "kind", "e4m3") == "e4m3"
     plain = q.ndim == 2 and q.axis == -1 and name.endswith(".weight")
-    if not fits or not plain or (isinstance(block, int) and q.shape[1] % block):
+    if not fits or not plain or (has_blocks(block) and q.shape[1] % block_length(block, 1)):
         refuse(name, q, FITS)
     scale = finite_scales(name, q)
     if isinstance(format, MXFP4 | NVFP4):
@@ -64,7 +67,7 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
     return WrittenArray(tuple(tensors), {"format": kind, "weights": weights})
 
 
-def _tiles(scale: np.ndarray, block: object, groups: Scheme) -> tuple[np.ndarray, Scheme]:
+def _tiles(scale: np.ndarray, block: BlockSize, groups: Scheme) -> tuple[np.ndarray, Scheme]:
     """Returns the scales of fp8 without repeats.
 
     One for all, or one for each 128 x 128 values.
@@ -72,6 +75,8 @@ def _tiles(scale: np.ndarray, block: object, groups: Scheme) -> tuple[np.ndarray
     tiles = scale[::128]
     if block == "tensor" and (scale == scale[0]).all():  # not after a reshape of several matrices
         return scale[0], {"strategy": "tensor"}
+    if isinstance(block, tuple):
+        return scale[:: block[0]], {"strategy": "block", "block_structure": [*block]}
     # With one row or column of them the shape could mean something else.
     if block == 128 and min(scale.shape) > 1 and (scale == np.repeat(tiles, 128, axis=0)[: len(scale)]).all():
         return tiles, {"strategy": "block", "block_structure": [128, 128]}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SOURCE = "A .safetensors or .gguf file, a folder, or an index of several files."
 _OUTPUT = "The .safetensors or .gguf file to write, or a folder, for layouts of others too."
-_DIALECT = "gguf, bitsandbytes, compressed-tensors, gptq or mlx: whose layout. A .gguf output means gguf."
+_DIALECT = "gguf, bitsandbytes, compressed-tensors, gptq, mlx or modelopt: whose layout. A .gguf output means gguf."
 # Names in capitals: else the usage line shows `{source}`.
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help=_SOURCE)]
 Dialect = Annotated[str | None, typer.Option(help=_DIALECT)]
@@ -67,7 +67,14 @@ def parse_format(text: str) -> eqq.extend.AbstractFormat:
 
 
 # The default format of each layout: 4 bits in blocks of 64 or 32.
-_DEFAULTS = {"gguf": "q4_0", "bitsandbytes": "nf4", "compressed-tensors": "int4", "gptq": "int4", "mlx": "mlx"}
+_DEFAULTS = {
+    "gguf": "q4_0",
+    "bitsandbytes": "nf4",
+    "compressed-tensors": "int4",
+    "gptq": "int4",
+    "mlx": "mlx",
+    "modelopt": "nvfp4",
+}
 
 
 def choose_format(
@@ -90,7 +97,7 @@ def choose_format(
 
 
 # Loaders of these layouts support quantized weights in linear layers only, except in the last.
-_LINEAR_ALONE = {"bitsandbytes", "compressed-tensors", "gptq"}
+_LINEAR_ALONE = {"bitsandbytes", "compressed-tensors", "gptq", "modelopt"}
 _OTHERS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
 
 

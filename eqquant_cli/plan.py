@@ -44,6 +44,7 @@ _CANDIDATES = {
     "bitsandbytes": ("nf4", "int8"),
     "compressed-tensors": (*(f"int{bits}({size})" for bits in (2, 3, 4, 5, 6) for size in (128, 32)), "int8(128)"),
     "gptq": ("int2(64)", "int3(64)", "int4(64)", "int8(64)"),
+    "modelopt": ("nvfp4", "fp8(block_size='tensor')"),
     "mlx": (*(f"mlx({bits}, {size})" for bits in (2, 3, 4, 5, 6) for size in (128, 64)), "mlx(8)"),
 }
 _ALIKE = ("bitsandbytes", "gptq")  # layouts with a single format for all quantized weights

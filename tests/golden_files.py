@@ -203,6 +203,7 @@ WRITTEN: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "gptq_4": ("gptq", _arrays({"a": eqq.Int4(32, symmetric=False)}, 16, 64), {}),
     "gptq_8": ("gptq", _arrays({"a": eqq.Int8(16)}, 4, 64), {}),
     "gptq_act_order": ("gptq", _act_order, {}),
+    "modelopt": ("modelopt", _arrays({"a": eqq.NVFP4(), "b": eqq.FP8(block_size="tensor")}, 3, 32), {}),
     "mlx": ("mlx", _arrays({f"a{bits}": eqq.formats.MLX(bits, 32) for bits in (2, 3, 4, 5, 6, 8)}, 2, 64), {}),
     "mlx_mxfp4": ("mlx", _arrays({"a": eqq.MXFP4()}, 2, 64), {}),
     "mlx_mxfp8": ("mlx", _arrays({"a": eqq.MXFP8()}, 2, 64), {}),

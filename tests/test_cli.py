@@ -168,7 +168,14 @@ def test_budget(run, checkpoint, tmp_path):
 
 @pytest.mark.parametrize(
     "to, budget",
-    [("gguf", 5.0), ("bitsandbytes", 10.0), ("compressed-tensors", 4.6), ("gptq", 5.0), ("mlx", 4.0)],
+    [
+        ("gguf", 5.0),
+        ("bitsandbytes", 10.0),
+        ("compressed-tensors", 4.6),
+        ("gptq", 5.0),
+        ("mlx", 4.0),
+        ("modelopt", 6.0),
+    ],
 )
 def test_a_budget_in_the_layouts_of_others(run, checkpoint, tmp_path, to, budget):
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
@@ -231,7 +238,7 @@ def test_a_budget_counts_the_weights_of_rules(run, checkpoint, tmp_path):
         assert "--budget must leave something to quantize. Got 40.0" in run(*command, "--budget", 40, code=1)
 
 
-@pytest.mark.parametrize("to", ["gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx"])
+@pytest.mark.parametrize("to", ["gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx", "modelopt"])
 def test_each_layout_has_a_format_of_its_own(run, checkpoint, tmp_path, to):
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
     assert "1 of 5 quantized" in run(

@@ -41,6 +41,7 @@ FORMATS = {
     "compressed-tensors": eqq.Int4(32),
     "gptq": eqq.Int4(32, symmetric=False),
     "mlx": eqq.MXFP4(),
+    "modelopt": eqq.FP8(block_size="tensor"),
     "gguf": eqq.formats.Q4_0(),
 }
 

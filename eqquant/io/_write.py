@@ -18,11 +18,11 @@ from ._imatrix import IMATRIX, write_imatrix
 from ._lazy import keep_latest
 from ._save import checked_entry, replace_weights, write_folder
 from ._tensors import NewTensor
-from ._writers import bitsandbytes, compressed_tensors, gguf, gptq, mlx
+from ._writers import bitsandbytes, compressed_tensors, gguf, gptq, mlx, modelopt
 from ._writers._layout import dense, Scheme, WrittenArray
 
 
-WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, gptq, mlx)}
+WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, gptq, mlx, modelopt)}
 CONFIG = "config.json"
 Renaming = Callable[[str], str | None] | Mapping[str, str | None] | None
 
@@ -62,8 +62,8 @@ def write(
     - `arrays`: arrays by the names that the other library gives them, such as an [`eqquant.io.Checkpoint`][]. Or a
         model, whose arrays have the names of their leaves, such as `layers.0.weight`; leaves that are no arrays are
         left out.
-    - `dialect`: whose layout to write: `"gguf"`, `"bitsandbytes"`, `"compressed-tensors"`, `"gptq"` or `"mlx"`. Or
-        `"imatrix"`, an importance matrix for llama.cpp: `arrays` is then the result of
+    - `dialect`: whose layout to write: `"gguf"`, `"bitsandbytes"`, `"compressed-tensors"`, `"gptq"`, `"mlx"` or
+        `"modelopt"`. Or `"imatrix"`, an importance matrix for llama.cpp: `arrays` is then the result of
         [`eqquant.calibrate.collect_stats`][] or of [`eqquant.io.read_imatrix`][].
     - `names`: the names in the file, by the names in `arrays`: a function, or a mapping that has them all. `None` as a
         name leaves an array out.

@@ -1,7 +1,7 @@
 """A byte-level transformer on real text: quantized after training, trained quantized, and finetuned through QLoRA.
 
 With `--low-precision` it is trained from scratch instead, by products of eight bits forward and backward: `int8`,
-`fp8`, or `fp8-delayed`, whose scales follow from earlier steps.
+`fp8`, or `fp8-delayed`, whose scales follow from earlier steps; `mxfp8`; or of four bits, `nvfp4`.
 
 The text is Python's own: the help pages of `pydoc` to train on, the source of its standard library to finetune on. The
 last tenth of both is held out. The measure is bits per byte, the size of the text if the model compressed it.

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqquant as eqq
+from eqquant._numerics.hadamard import random_signs
 from eqquant._numerics.hashing import hash_values, make_hash_key
 from eqquant._wrappers.low_precision import LowPrecisionArray
 from eqquant._wrappers.scaled import ScaledArray
@@ -46,6 +47,15 @@ def relative(x, y):
     return float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y))
 
 
+def rotated(x):
+    """The random Hadamard transform of each 16 values of a row, and of zeros after the last."""
+    signs, size = np.asarray(random_signs(16, 0), np.float32), -(-x.shape[1] // 16)
+    padded = np.pad(np.asarray(x), ((0, 0), (0, size * 16 - x.shape[1]))).reshape(len(x), size, 16)
+    return jnp.asarray(
+        (padded * signs @ ft.reduce(np.kron, [[[1, 1], [1, -1]]] * 4) / 4).reshape(len(x), -1).astype(np.float32)
+    )
+
+
 @pytest.fixture
 def operands(getkey):
     return weights(getkey(), (20, 40)), weights(getkey(), (24, 40)), weights(getkey(), (20, 24))
@@ -55,7 +65,7 @@ slow = ft.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["fp8_tensor", *map(slow, ("int8", "fp8", "mxfp8", "int8_affine", "nvfp4"))])
+@pytest.mark.parametrize("name", ["fp8_tensor", "nvfp4", *map(slow, ("int8", "fp8", "mxfp8", "int8_affine"))])
 def test_the_three_products(operands, name):
     (x, w, dy), (forward, gradient) = operands, PAIRS[name]
 
@@ -66,9 +76,10 @@ def test_the_three_products(operands, name):
         return y, *pull(dy)
 
     y, dx, dw = products(x, w, dy)
-    close(y, round_operand(x, forward), round_operand(w, forward))
-    close(dx, round_operand(dy, gradient), round_operand(w.T, forward))
-    close(dw, round_operand(dy.T, gradient), round_operand(x.T, forward))
+    weight, along = (eqq.NVFP4((16, 16)), rotated) if name == "nvfp4" else (forward, lambda x: x)
+    close(y, round_operand(x, forward), round_operand(w, weight))
+    close(dx, round_operand(dy, gradient), round_operand(w.T, weight))
+    close(dw, round_operand(along(dy.T), gradient), round_operand(along(x.T), forward))
 
 
 def test_forward_mode_passes_straight_through(operands):
@@ -303,6 +314,29 @@ def test_losses_are_near_float_training():
     np.testing.assert_allclose(
         train_model(eqq.low_precision_training(model), tokens)[1], train_model(model, tokens)[1], rtol=0.01
     )
+
+
+def test_the_recipe_of_four_bits(operands):
+    """A rotated product is exact but for rounding, in all modes; and the last layers stay as they are."""
+    x, w, dy = operands
+    x = x.at[3, 7].set(100.0)  # spread among 16 examples
+    product = lambda x, w: x @ LowPrecisionArray(w, "nvfp4", "nvfp4").T
+    dw = jax.jit(lambda x: jax.vjp(product, x, w)[1](dy)[1])
+    plain = round_operand(dy.T, eqq.NVFP4()) @ round_operand(x.T, eqq.NVFP4()).T
+    exact = dy.T @ x
+    assert relative(dw(x), exact) < 0.2 and relative(dw(x)[:, :7], exact[:, :7]) < 0.2
+    assert relative(dw(x), exact) != relative(plain, exact)
+    change = jax.jit(lambda x, v: jax.jvp(dw, (x,), (v,))[1])(x, x[::-1])
+    assert relative(change, dy.T @ x[::-1]) < 0.2
+    back = jax.jit(lambda x, v: jax.vjp(dw, x)[1](v)[0])(x, w)
+    assert relative(back, dy @ w) < 0.3
+    layers = {f"{n:02}": w for n in range(10)}
+    low = eqq.low_precision_training(layers, "nvfp4")
+    assert [isinstance(layer, LowPrecisionArray) for layer in low.values()] == [True] * 8 + [False] * 2
+    assert low["00"].weight_format == eqq.NVFP4((16, 16)) and "the weight in tiles" in low["00"].products
+    everything = eqq.low_precision_training(layers, "nvfp4", where=lambda tree: tree)
+    assert all(isinstance(layer, LowPrecisionArray) for layer in everything.values())
+    assert not isinstance(eqq.low_precision_training(layers, "mxfp8")["09"], jax.Array)
 
 
 def test_wrapped_leaves():

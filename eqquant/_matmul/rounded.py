@@ -38,6 +38,7 @@ from .._formats.base import AbstractFormat, spans_rows
 from .._methods import AbsMax
 from .._methods.given import FixedAmax
 from .._numerics.blocks import absmax
+from .._numerics.hadamard import rotate_blocks
 from .._numerics.hashing import hash_values, make_hash_key
 from .._numerics.primitives import batch_axis_size, jit_impl, move_batch_axis, Primal, Tangent, zero_tangent_jvp
 from .._numerics.scale_bits import scale_to_bits
@@ -58,11 +59,14 @@ class Rounding(NamedTuple):
     - `format`: the format to round to.
     - `stochastic`: whether to round stochastically.
     - `amax_index`: with delayed scaling, the index of the amax of this operand.
+    - `rotates`: of a gradient, whether its product with the inputs, which sums over rows, rotates both along the rows
+        first. That spreads outliers, and does not change the product.
     """
 
     format: AbstractFormat
     stochastic: bool = False
     amax_index: int | None = None
+    rotates: bool = False
 
 
 def bind_rounded_matmul(
@@ -100,6 +104,7 @@ def bind_rounded_matmul(
         gradient_rounding=gradient_rounding,
         precision=with_default(precision),
         implementation=implementation,
+        rotated=False,
     )
 
 
@@ -112,11 +117,17 @@ def compute_rounded(
     gradient_rounding: Rounding,
     precision: PrecisionLike,
     implementation: str | None,
+    rotated: bool,
 ) -> Float[Array, "*batch m n"]:
-    """Rounds both operands, and multiplies them with the quantized matmul."""
+    """Rounds both operands, and multiplies them with the quantized matmul.
+
+    If `rotated`, rotates them first.
+    """
     del gradient_rounding
     if 0 in (*x.shape, *w.shape):
         return jnp.zeros((*x.shape[:-1], w.shape[-2]), x.dtype)
+    if rotated:
+        x, w = rotate_blocks(x), rotate_blocks(w)
     if w_rounding is None and x_rounding is None:
         return jnp.matmul(x, jnp.swapaxes(w, -1, -2), precision=precision)
     product = ft.partial(bind_matmul, options=Options(precision, implementation))
@@ -132,7 +143,7 @@ def _round_or_defer(x: Float[Array, "*batch m k"], rounding: Rounding, *amax: Ar
 
 
 def _round(x: Float[Array, "*batch m k"], rounding: Rounding | None, *amax: Array) -> QuantizedArray:
-    format, stochastic, index = rounding  # pyright: ignore[reportGeneralTypeIssues]
+    format, stochastic, index, _ = rounding  # pyright: ignore[reportGeneralTypeIssues]
 
     # One matrix at a time: a per-tensor scale is for one product. A matrix seeds its own stochastic rounding, so runs
     # repeat bit for bit, and two gradients share a seed about once in 2**32.
@@ -261,8 +272,10 @@ def _transpose(
     x_rounding: Rounding | None,
     w_rounding: Rounding | None,
     gradient_rounding: Rounding,
+    rotated: bool,
     **params: object,
 ) -> list[Array | None]:
+    del rotated  # the product whose transpose this is does not depend on it
     none = [None] * len(amax)
     if isinstance(cotangent, ad.Zero):
         return [None, None, *none]
@@ -271,8 +284,9 @@ def _transpose(
         rounded_matmul_p.bind, x_rounding=gradient_rounding, gradient_rounding=gradient_rounding, **params
     )
     if ad.is_undefined_primal(x):
-        return [bind(cotangent, transpose(w), *amax, w_rounding=w_rounding), None, *none]
-    return [None, bind(transpose(cotangent), transpose(x), *amax, w_rounding=x_rounding), *none]
+        return [bind(cotangent, transpose(w), *amax, w_rounding=w_rounding, rotated=False), None, *none]
+    rotated = gradient_rounding.rotates
+    return [None, bind(transpose(cotangent), transpose(x), *amax, w_rounding=x_rounding, rotated=rotated), *none]
 
 
 def _batch(args: Sequence[Array], dims: Sequence[int | None], **params: object) -> tuple[Array, int]:
@@ -317,7 +331,7 @@ rounded_matmul_p.def_impl(
     jit_impl(
         rounded_matmul_p,
         compute_rounded,
-        ["x_rounding", "w_rounding", "gradient_rounding", "precision", "implementation"],
+        ["x_rounding", "w_rounding", "gradient_rounding", "precision", "implementation", "rotated"],
     )
 )
 ad.primitive_jvps[rounded_matmul_p] = _jvp

@@ -49,6 +49,17 @@ def rotate(x: Float[Array, "..."], axis: int, seed: int, *, back: bool = False) 
     return jnp.moveaxis(y, -1, axis).astype(x.dtype)
 
 
+def rotate_blocks(x: Float[Array, "*batch length"]) -> Float[Array, "*batch padded"]:
+    """Multiplies each block of 16 values of the last axis by one orthogonal matrix.
+
+    A shorter last one is padded with zeros. Products of two such arrays along that axis stay as they are, and an
+    outlier becomes 16 values of its size over four.
+    """
+    *batch, length = x.shape
+    padded = jnp.pad(x, [(0, 0)] * len(batch) + [(0, -length % _RADIX)])
+    return rotate(padded.reshape(*batch, -(-length // _RADIX), _RADIX), -1, seed=0).reshape(padded.shape)
+
+
 def random_signs(size: int, seed: int) -> np.ndarray:
     """Returns `size` random signs, the same for a seed on every machine and version."""
     # The bits of PCG64 are specified. The bits of `jax.random` depend on options, and NumPy's functions may change.

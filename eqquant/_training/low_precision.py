@@ -1,20 +1,26 @@
 """Low-precision training: float weights whose products multiply codes, also backward."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 
-from .._formats import FP8
+from .._formats import FP8, NVFP4
 from .._formats.base import AbstractFormat, has_offsets, has_one_scale, has_zero_points
 from .._formats.names import as_format
 from .._mesh import move_to_mesh
 from .._tree.leaves import key_name, Leaf
 from .._tree.placement import current_sharding, replicated_sharding
-from .._tree.select import check_selected, replace_selected, select_leaves, Where
+from .._tree.select import check_selected, replace_selected, select_leaves, Selection, Where
 from .._tree.weights import convolved_axes, default_skip_reason, is_embedding, no_matrix_reason, part_reason
 from .._types import Model
 from .._wrappers.activation import ActivationQuantizedArray
 from .._wrappers.lora import LoraArray
 from .._wrappers.low_precision import LowPrecisionArray
 from .._wrappers.simulated import FakeQuantizedArray
+
+
+# The share of layers that the recipe of NVFP4 leaves as they are.
+_SHARE_OF_LAST = 0.15
 
 
 def low_precision_training(
@@ -40,6 +46,7 @@ def low_precision_training(
         model = eqq.low_precision_training(model, "fp8")             # e4m3 forward, e5m2 for gradients
         model = eqq.low_precision_training(model, eqq.MXFP8())       # blocks of 32 along each sum
         model = eqq.low_precision_training(model, "fp8", delayed=True)       # scales of earlier steps
+        model = eqq.low_precision_training(model, "nvfp4")           # the recipe of four bits
         grads = eqx.filter_grad(loss)(model, x, y)          # no other change to the training loop
         ...
         model = eqq.dequantize_tree(model)                  # the float model again
@@ -51,15 +58,19 @@ def low_precision_training(
 
         [Deep Learning with Limited Numerical Precision](https://arxiv.org/abs/1502.02551)
 
+        [Pretraining Large Language Models with NVFP4](https://arxiv.org/abs/2509.25149)
+
     **Arguments:**
 
     - `model`: any pytree.
     - `forward`: the format of inputs and weights, or its lower-case name. With `block_size=None` scales are per token
-        and per channel; with `"tensor"` per tensor; with a number per group along the sum.
+        and per channel; with `"tensor"` per tensor; with a number per group along the sum. [`eqquant.NVFP4`][] follows
+        its [recipe](../low_precision.md#four-bits): weights in tiles, and gradients of weights by rotated operands.
     - `gradient`: the format of the gradients of outputs. By default the same as `forward`; for e4m3 it is e5m2, which
         has more range.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By default
-        every weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions. A quantized
+        every weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions; and with NVFP4
+        except the last 15 percent of these, the layers that tolerate it least. A quantized
         weight is dequantized and rounded again; of a weight with low-rank factors, the base is rounded. Select the
         table of an embedding only if the model multiplies by it too: lookups stay unchanged.
     - `stochastic`: whether gradients are rounded at random, up or down, so that their mean is exact. The randomness
@@ -88,6 +99,8 @@ def low_precision_training(
     selections = select_leaves(
         model, where, ineligible=_ineligible_reason, skip=_skip_reason, kind="weights of matmuls"
     )
+    if where is None and isinstance(forward, NVFP4):
+        selections = _leave_last(selections)
     check_selected(selections, "weights that products use")
     for format in (forward, gradient) if delayed else ():
         if not has_one_scale(format) or has_zero_points(format) or has_offsets(format):
@@ -105,6 +118,14 @@ def low_precision_training(
         return LowPrecisionArray(x, forward, gradient, stochastic, amax)
 
     return replace_selected(model, selections, wrap)
+
+
+def _leave_last(selections: Sequence[Selection]) -> list[Selection]:
+    """Leaves the last of the selected weights as they are, as the recipe of NVFP4 does."""
+    chosen = [n for n, (_, reason) in enumerate(selections) if reason is None]
+    last = {*chosen[len(chosen) - round(_SHARE_OF_LAST * len(chosen)) :]}
+    reason = "one of the last layers, which NVFP4 leaves as they are: see `where`"
+    return [s._replace(reason=reason) if n in last else s for n, s in enumerate(selections)]
 
 
 def _ineligible_reason(leaf: Leaf) -> str | None:

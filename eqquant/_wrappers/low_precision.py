@@ -15,6 +15,7 @@ from .._array.contraction import AbstractOperand, as_floats, as_matrices, Constr
 from .._array.moves import Axes
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue, as_permutation
+from .._formats import NVFP4
 from .._formats.base import AbstractFormat
 from .._formats.names import as_format
 from .._matmul.rounded import bind_rounded_matmul, GRADIENT_AMAX, Rounding, W_AMAX, X_AMAX
@@ -72,10 +73,20 @@ class LowPrecisionArray(AbstractMatmulOverride):
         self.amax = amax
 
     @property
+    def weight_format(self) -> AbstractFormat:
+        """The format of the weight: `forward`, or for NVFP4 tiles.
+
+        So both products of a weight see the same values.
+        """
+        return NVFP4((16, 16)) if isinstance(self.forward, NVFP4) else self.forward
+
+    @property
     def products(self) -> str:
         """What its products do, for reports."""
         delayed = "" if self.amax is None else ", by delayed scales"
-        return f"round both operands to {self.forward!r}, and gradients to {self.gradient!r}{delayed}"
+        same = self.weight_format == self.forward
+        forward = f"both operands to {self.forward!r}" if same else f"inputs to {self.forward!r}, the weight in tiles"
+        return f"round {forward}, and gradients to {self.gradient!r}{delayed}"
 
     def transpose(self, *axes: int | Sequence[int] | None) -> Array | AbstractArrayValue:
         """Permutes the logical axes of the weight."""
@@ -131,8 +142,10 @@ class LowPrecisionArray(AbstractMatmulOverride):
             w,
             self.amax.astype(jnp.float32) if self.amax is not None else None,
             x_rounding=rounding(self.forward, X_AMAX),
-            w_rounding=rounding(self.forward, W_AMAX),
-            gradient_rounding=rounding(self.gradient, GRADIENT_AMAX, self.stochastic),
+            w_rounding=rounding(self.weight_format, W_AMAX),
+            gradient_rounding=rounding(self.gradient, GRADIENT_AMAX, self.stochastic)._replace(
+                rotates=isinstance(self.gradient, NVFP4)
+            ),
             precision=options.precision,
             implementation=options.implementation,
         )

@@ -137,7 +137,7 @@ def caches() -> Any:
     """Caches with a token more than a window."""
     each = {
         "tokens": eqq.QuantizedCache.empty((2, 8, 32), "int8", "int4"),
-        "channels": eqq.QuantizedCache.empty((2, 128, 4), "int4", per_channel=True),
+        "channels": eqq.QuantizedCache.empty((2, 128, 4), "int4", per_channel=True, window=128),
         "floats": eqq.QuantizedCache.empty((2, 8, 4), None),
     }
     new = lambda cache: (cache.window + 1) if cache.window and cache.window < cache.context else 5

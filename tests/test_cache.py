@@ -23,9 +23,10 @@ WAYS = {
     "float, window": {"keys": None, "window": 16},
     "int8": {"keys": "int8"},
     "int4": {"keys": "int4"},
-    "int4 per channel": {"keys": "int4", "per_channel": True},
+    "int4 rotated": {"keys": "int4", "rotate": True},
+    "int4 per channel": {"keys": "int4", "per_channel": True, "window": 128},
     "int8 per channel": {"keys": eqq.Int8(32), "values": "nf4", "per_channel": True},
-    "affine": {"keys": eqq.Int4(symmetric=False), "per_channel": True},
+    "affine": {"keys": eqq.Int4(symmetric=False), "per_channel": True, "window": 128},
     "fp8": {"keys": "fp8", "window": 32},
     "nf4, scales quantized": {"keys": eqq.NF4(16, double_quant=True)},
     "nvfp4": {"keys": "nvfp4"},
@@ -70,7 +71,7 @@ def test_appending_step_by_step_equals_appending_at_once(way):
     # The packed codes equal `quantize` of all tokens together.
     whole = 70 // cache.window * cache.window if cache.window else 70
     for stored, x in ((cache.keys, keys), (cache.values, values)):
-        if eqq.is_quantized(stored) and stored.format != eqq.NVFP4() and whole:
+        if eqq.is_quantized(stored) and stored.format != eqq.NVFP4() and whole and not cache.rotated:
             expected = eqq.quantize(x[1, :, :whole], stored.format, axis=stored.axis)
             np.testing.assert_array_equal(stored[1, :, :whole], expected.dequantize())
 
@@ -167,15 +168,43 @@ def test_attention_equals_dense_attention_of_dequantized_keys_and_values():
 
 
 @pytest.mark.long
-def test_per_channel_scales_reduce_errors_of_keys():
+def test_rotation_and_scales_per_channel_reduce_errors_of_keys():
     keys, values = data(tokens=128)
     queries = weights(jr.key(1), (HEADS, 3, SIZE))
-    errors = {}
-    for per_channel in (False, True):
-        cache = eqq.QuantizedCache.empty((HEADS, 128, SIZE), "int4", per_channel=per_channel)
-        cache = append(cache, keys, values)
-        errors[per_channel] = float(jnp.abs(cache.scores(queries)[..., :128] - queries @ keys.mT).mean())
-    assert errors[True] < 0.4 * errors[False]
+
+    def error(**options):
+        cache = append(eqq.QuantizedCache.empty((HEADS, 128, SIZE), "int4", **options), keys, values)
+        return float(jnp.abs(cache.scores(queries)[..., :128] - queries @ keys.mT).mean())
+
+    plain = error()
+    assert error(per_channel=True, window=128) < 0.4 * plain and error(rotate=True) < 0.4 * plain
+
+
+@pytest.mark.parametrize("size", [64, 80, 96, 128, 192, 256, 576])
+def test_rotation_changes_no_float(size):
+    """Neither scores, nor sums of values, nor attention of queries that share heads, beyond rounding."""
+    keys, values = weights(jr.key(0), (2, 1, HEADS, 6, size))
+    queries, positions = weights(jr.key(1), (1, 2 * HEADS, 2, size)), jnp.array([[2, 5]])
+
+    @jax.jit
+    def results(cache):
+        cache = cache.append(keys[:, :, :4], values[:, :, :4]).append(keys[:, :, 4:], values[:, :, 4:])
+        scores = cache.scores(queries[:, :HEADS])
+        return scores, cache.weighted_values(scores), cache.attend(queries, positions), cache.keys
+
+    make = lambda rotate: eqq.QuantizedCache.empty((1, HEADS, 6, size), None, rotate=rotate)
+    (*found, rotated), (*expected, held) = results(make(True)), results(make(False))
+    assert jnp.abs(rotated - held).max() > 0.1
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * jnp.abs(y).max())
+
+
+def test_a_rotated_cache_in_a_file(tmp_path):
+    keys, values = data(tokens=5)
+    empty = eqq.QuantizedCache.empty((HEADS, 8, SIZE), "int4", rotate=True)
+    eqq.save(tmp_path / "cache.safetensors", append(empty, keys, values))
+    loaded = eqq.load(tmp_path / "cache.safetensors", empty)
+    np.testing.assert_allclose(loaded.scores(jnp.ones((HEADS, 1, SIZE)))[..., :5], keys.sum(-1)[:, None], rtol=0.2)
 
 
 def test_nbytes_equals_codes_and_scales():
@@ -186,9 +215,22 @@ def test_nbytes_equals_codes_and_scales():
     assert windowed.context == 512 and windowed.window == 128
     # A scale for 64 tokens of a channel, and one for the 64 values of a token, in turn.
     assert windowed.nbytes == 2 * 8 * 512 * (32 + 4) + 2 * 8 * 128 * 64 * 4 + 4
+    assert eqq.QuantizedCache.empty((8, 64, 64), "int4", rotate=True).nbytes == 2 * 8 * 64 * (32 + 4) + 4
 
 
-@pytest.mark.parametrize("way", ["float", "int8", "int4 per channel"])
+def test_a_window_never_makes_a_cache_larger_than_floats():
+    for context, dtype, floats in ((64, "float32", True), (163, "float32", True), (164, "float32", False)) + (
+        (199, "bfloat16", True),
+        (200, "bfloat16", False),
+    ):
+        shape = (3, 8, context, 64)
+        cache = eqq.QuantizedCache.empty(shape, "int4", per_channel=True, dtype=dtype)
+        plain = eqq.QuantizedCache.empty(shape, None, dtype=dtype)
+        assert cache.nbytes <= plain.nbytes and eqq.is_quantized(cache.keys) != floats
+        assert not floats or (cache.context, cache.window) == (context, 0)
+
+
+@pytest.mark.parametrize("way", ["float", "int8", "int4 rotated", "int4 per channel"])
 def test_a_step_makes_no_copy(way):
     """Neither keys nor values are copied: not dense, not to quantize them again, and not by XLA."""
     context = 4096
@@ -256,7 +298,7 @@ def test_an_empty_cache_can_be_donated(way):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["int8", "int4 per channel"])
+@pytest.mark.parametrize("way", ["int8", "int4 rotated", "int4 per channel"])
 def test_vmap(way):
     keys, values = data(3)
     whole = append(eqq.QuantizedCache.empty((3, HEADS, CONTEXT, SIZE), **WAYS[way]), keys, values)
@@ -268,7 +310,7 @@ def test_vmap(way):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["int8", "int4 per channel"])
+@pytest.mark.parametrize("way", ["int8", "int4 rotated", "int4 per channel"])
 def test_sharded_heads(way):
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     keys, values = data()

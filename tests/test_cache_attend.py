@@ -21,7 +21,8 @@ CACHES = {
     "float": {"keys": None},
     "int8": {"keys": "int8"},
     "float, window": {"keys": None, "window": 16},
-    "int4 per channel": {"keys": eqq.Int4(16), "values": "int8", "per_channel": True},
+    "int4 rotated": {"keys": "int4", "rotate": True},
+    "int4 per channel": {"keys": eqq.Int4(16), "values": "int8", "per_channel": True, "window": 128},
     "bfloat16": {"keys": None, "dtype": jnp.bfloat16},
     "float16 int8": {"keys": "int8", "dtype": jnp.float16},
     "affine": {"keys": eqq.Int4(16, symmetric=False), "values": "nf4"},
@@ -162,7 +163,7 @@ def test_gradients_are_those_of_scores_and_weighted_values():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
 
 
-@pytest.mark.parametrize("way", ["float", "int8", "int4 per channel"])
+@pytest.mark.parametrize("way", ["float", "int8", "int4 rotated", "int4 per channel"])
 def test_a_traced_window_and_vmap(way):
     cache, (queries, positions) = filled(way), ask()
     whole = jax.jit(lambda cache, window: cache.attend(queries, positions, sliding_window=window))
@@ -172,7 +173,7 @@ def test_a_traced_window_and_vmap(way):
     assert not np.allclose(found, whole(cache, jnp.int32(0)), atol=1e-3)
 
 
-@pytest.mark.parametrize("way", ["float", "int8"])
+@pytest.mark.parametrize("way", ["float", "int8", "int4 rotated"])
 def test_heads_on_a_mesh_stay_apart(way):
     cache, (queries, positions) = filled(way), ask()
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))

@@ -1,5 +1,6 @@
 """`QuantizedCache`: the keys and values of attention, quantized as they come."""
 
+import dataclasses
 import functools as ft
 import math
 
@@ -16,6 +17,7 @@ from .._array.array import is_quantized, QuantizedArray
 from .._formats.base import AbstractFormat, check_no_tiles, segment_length
 from .._formats.names import as_format
 from .._mesh import full_spec, place
+from .._numerics import hadamard
 from .attention import attend_by_xla, bind_attention, EMPTY_POSITION, nan_without_room
 from .write import (
     append_to_window,
@@ -29,6 +31,7 @@ from .write import (
 
 
 _INT32 = np.iinfo(np.int32)
+_SEED = 0  # of the rotation of each head
 
 
 class QuantizedCache(eqx.Module):
@@ -57,11 +60,15 @@ class QuantizedCache(eqx.Module):
     because in many models a few channels of the keys are much larger than the others. Then tokens wait in a float
     window until their group is full, as in [KIVI](https://arxiv.org/abs/2402.02750).
 
+    With `rotate`, a Hadamard transform spreads large channels over the head, of keys and of values. Queries are rotated
+    too, and results back, so attention is the same but for rounding: four bits then need no float window.
+
     - `keys`, `values`: [`eqquant.QuantizedArray`][]s, or floats, both of shape `(*batch, heads, context, size)`.
     - `recent`: the keys and the values of the tokens from `length // window * window` on, floats of shape
         `(*batch, heads, window, size)`; `None` without a window. The context is a multiple of `window`.
     - `length`: how many tokens each row of the batch holds: int32 `(*batch,)`. Change it by `truncate`, which changes
         `recent` with it.
+    - `rotated`: whether `keys`, `values` and `recent` hold rotated heads.
 
     Methods raise a `ValueError` if the fields have other shapes or dtypes. Values are not checked.
     """
@@ -70,6 +77,7 @@ class QuantizedCache(eqx.Module):
     values: Float[MaybeQuantized, "*batch heads context size"]
     recent: tuple[Float[Array, "*batch heads window size"], Float[Array, "*batch heads window size"]] | None
     length: Int[Array, "*batch"]
+    rotated: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def empty(
@@ -77,6 +85,7 @@ class QuantizedCache(eqx.Module):
         keys: AbstractFormat | str | None,
         values: AbstractFormat | str | None = None,
         *,
+        rotate: bool = False,
         per_channel: bool = False,
         window: int | None = None,
         dtype: DTypeLike = jnp.float32,
@@ -88,12 +97,13 @@ class QuantizedCache(eqx.Module):
         - `shape`: `(*batch, heads, context, size)`: heads of keys, the most tokens, and channels of each head.
         - `keys`: the format of the keys, or its name; `None` for floats.
         - `values`: the format of the values; by default the format of the keys.
+        - `rotate`: whether heads are rotated by a Hadamard transform. For four bits and fewer.
         - `per_channel`: whether scales of keys are per channel in groups of tokens, instead of per token. For four bits
             and fewer. The groups are the blocks of the format.
         - `window`: how many tokens are quantized together. Until the window is full they are floats, so the newest 0 to
             `window - 1` tokens are floats. `0`, the default, quantizes each token at once. With `per_channel` the
-            default is the fewest tokens that can be packed: 128 for four bits. The context is rounded up to whole
-            windows.
+            default is the fewest tokens that can be packed, 128 for four bits; and floats alone, where that takes more
+            memory than they do. The context is rounded up to whole windows.
         - `dtype`: the dtype of floats, and of dequantized keys and values.
 
         **Returns:**
@@ -115,7 +125,10 @@ class QuantizedCache(eqx.Module):
             raise TypeError(f"`window` must be a whole number. Got {window!r}.")
         if per_channel:
             least = _min_window(key_format)
-            window = least if window is None else window
+            if window is None:
+                make = ft.partial(QuantizedCache.empty, shape, dtype=dtype)
+                quantized = ft.partial(make, keys, values, rotate=rotate, per_channel=True, window=least)
+                return min(quantized, ft.partial(make, None), key=lambda make: jax.eval_shape(make).nbytes)()
             if window < 1 or window % least:
                 raise ValueError(f"`window` must be a multiple of {least}, for {key_format} per channel. Got {window}.")
         window = window or 0
@@ -131,6 +144,7 @@ class QuantizedCache(eqx.Module):
             zeros(value_format),
             (new_window(), new_window()) if window else None,
             jnp.zeros(tuple(batch), jnp.int32),
+            bool(rotate),
         )
 
     @property
@@ -200,12 +214,14 @@ class QuantizedCache(eqx.Module):
             keys, values, count = _mask_padding(keys, values, count)
         added = jnp.asarray(new if count is None else count, jnp.int32)
         length = self.length + jnp.broadcast_to(added, self.length.shape)
+        keys, values = self._rotate(keys), self._rotate(values)
         if not isinstance(length, jax.core.Tracer) and (most := int(jnp.max(length))) > self.context:
             raise ValueError(f"The cache has room for {self.context} tokens. Got {most}.")
         if self.recent is None:
             at = self.length[..., None] + self._arange(new)
-            return QuantizedCache(
-                write_tokens(self.keys, keys, at), write_tokens(self.values, values, at), None, length
+            write = lambda old, x: write_tokens(old, x, at)
+            return dataclasses.replace(
+                self, keys=write(self.keys, keys), values=write(self.values, values), length=length
             )
         # Arrange the tokens of the unfinished window and the new tokens in whole windows.
         window = self.window
@@ -226,7 +242,9 @@ class QuantizedCache(eqx.Module):
         recent = tokens
         if windows > 1:
             recent = slice_tokens(tokens[0], start, window), slice_tokens(tokens[1], start, window)
-        return QuantizedCache(write(self.keys, tokens[0]), write(self.values, tokens[1]), recent, length)
+        return dataclasses.replace(
+            self, keys=write(self.keys, tokens[0]), values=write(self.values, tokens[1]), recent=recent, length=length
+        )
 
     def truncate(self, length: Int[Array, "*batch"] | int) -> "QuantizedCache":
         """Keeps the first tokens of each row, such as those that speculative decoding accepts.
@@ -265,7 +283,7 @@ class QuantizedCache(eqx.Module):
             raise ValueError(f"`length` must not be negative. Got {length}.")
         length = jnp.clip(jnp.broadcast_to(_as_int32(length), self.length.shape), 0, self.length)
         if self.recent is None:
-            return QuantizedCache(self.keys, self.values, None, length)
+            return dataclasses.replace(self, length=length)
         window = self.window
         start = length // window * window
         is_earlier = (start < self.length // window * window)[..., None, None, None]
@@ -275,7 +293,7 @@ class QuantizedCache(eqx.Module):
             return jnp.where(jnp.broadcast_to(is_earlier, recent.shape), tokens, recent)
 
         recent = refill(self.recent[0], self.keys), refill(self.recent[1], self.values)
-        return QuantizedCache(self.keys, self.values, recent, length)
+        return dataclasses.replace(self, recent=recent, length=length)
 
     def _check_fields(self) -> None:
         """Raises unless the fields fit each other, since `eqx.tree_at` may replace each alone."""
@@ -323,6 +341,7 @@ class QuantizedCache(eqx.Module):
         """
         self._check_rows(queries, "queries", "size", self.values.shape[-1])
         dtype = queries.dtype if dtype is None else dtype
+        queries = self._rotate(queries)
         old = _multiply(queries, self.keys, dtype)
         if self.recent is None:
             return old
@@ -349,7 +368,7 @@ class QuantizedCache(eqx.Module):
         y = probabilities[..., : self.context] @ self.values.astype(probabilities.dtype)
         if self.recent is not None:
             y = y + probabilities[..., self.context :] @ self.recent[1].astype(probabilities.dtype)
-        return nan_without_room(self, y)
+        return nan_without_room(self, self._rotate(y, back=True))
 
     def attend(
         self,
@@ -416,7 +435,12 @@ class QuantizedCache(eqx.Module):
         at, width = _as_int32(positions), jnp.broadcast_to(_as_int32(window), self.length.shape)
         factor = 1 / math.sqrt(size) if scale is None else float(scale)
         compute = bind_attention if self.recent is None else attend_by_xla
-        return compute(rows, at, width, self, factor, float(soft_cap or 0)).reshape(queries.shape)
+        held = dataclasses.replace(self, rotated=False)  # of rotated heads, for rotated queries
+        y = compute(self._rotate(rows), at, width, held, factor, float(soft_cap or 0))
+        return self._rotate(y, back=True).reshape(queries.shape)
+
+    def _rotate(self, x: Float[Array, "*rows size"], *, back: bool = False) -> Float[Array, "*rows size"]:
+        return hadamard.rotate(x, -1, _SEED, back=back) if self.rotated else x
 
     def _check_rows(self, x: Array, name: str, last: str, length: int) -> None:
         """Raises unless the last axis has this length, and batch axes and heads broadcast."""
@@ -459,7 +483,7 @@ class QuantizedCache(eqx.Module):
         put = lambda x: x.with_sharding(named) if is_quantized(x) else place(x, named)
         recent = None if self.recent is None else (put(self.recent[0]), put(self.recent[1]))
         length = place(self.length, NamedSharding(named.mesh, jax.sharding.PartitionSpec(*batch)))
-        return QuantizedCache(put(self.keys), put(self.values), recent, length)
+        return dataclasses.replace(self, keys=put(self.keys), values=put(self.values), recent=recent, length=length)
 
 
 def _as_int32(x: Integer[Array | np.ndarray, "*shape"]) -> Int32[Array, "*shape"]:

@@ -33,19 +33,17 @@ def rotate(x: Float[Array, "..."], axis: int, seed: int, *, back: bool = False) 
     dtype = x.dtype if x.dtype.itemsize > 4 else jnp.float32
     y = jnp.moveaxis(x, axis, -1).astype(dtype)
     # The norm of all factors, applied once: entries of Hadamard matrices are then whole numbers.
-    signs = jnp.asarray(random_signs(size, seed) / math.sqrt(size), dtype)
-    shape = y.shape
-    y = y.reshape(math.prod(shape[:-1]), size)
-    rows, signs = len(y), signs[None, :]
+    signs = jnp.asarray(random_signs(size, seed) / math.sqrt(size), dtype).reshape(*[1] * (x.ndim - 1), size)
+    rows = y.shape[:-1]  # not merged, since a mesh may divide some
     y = y if back else y * signs
     for factor in factors(size):
         # The first of the remaining axes is multiplied, and becomes the last: after all factors they are in order.
-        y = y.reshape(rows, len(factor), size // len(factor))
+        y = y.reshape(*rows, len(factor), size // len(factor))
         y = jnp.einsum(
-            "rab,ca->rbc", y, jnp.asarray(factor.T if back else factor, dtype), precision=jax.lax.Precision.HIGHEST
+            "...ab,ca->...bc", y, jnp.asarray(factor.T if back else factor, dtype), precision=jax.lax.Precision.HIGHEST
         )
-    y = y.reshape(rows, size)
-    y = (y * signs if back else y).reshape(shape)
+    y = y.reshape(*rows, size)
+    y = y * signs if back else y
     return jnp.moveaxis(y, -1, axis).astype(x.dtype)
 
 

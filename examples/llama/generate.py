@@ -96,14 +96,6 @@ class State(eqx.Module):
     key: PRNGKeyArray
 
 
-def _suits_channels(cache: str | None) -> bool:
-    """At four bits and fewer, a few large numbers of each key cost the others too much, unless channels have scales."""
-    if cache is None:
-        return False
-    format = eqq.QuantConfig(cache).format
-    return format.bits <= 4 and isinstance(format.block_size, int) and format.scale_format is None
-
-
 class Generator:
     """A model, its context, and its two compiled functions: one reads a padded prompt, the other makes `steps` steps.
 
@@ -128,8 +120,8 @@ class Generator:
         if steps < 1:
             raise ValueError(f"`--steps` must be at least 1. Got {steps}.")
         self.config, self.context, self.steps = model.config, context, steps
-        layout = {"per_channel": _suits_channels(cache), "stacked": not isinstance(model.layers, list)}
-        self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, **layout)
+        stacked = not isinstance(model.layers, list)
+        self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, stacked=stacked)
         self.mesh = mesh
         self.state: State | None = None
         self.dtype = model.norm.weight.dtype

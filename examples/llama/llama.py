@@ -38,12 +38,19 @@ class Cache(eqx.Module):
         *,
         format: eqq.extend.AbstractFormat | str | None = None,
         values: eqq.extend.AbstractFormat | str | None = None,
+        rotate: bool | None = None,
         per_channel: bool = False,
         stacked: bool = False,
     ) -> "Cache":
-        """`stacked`: as the layers of the model. `format`: `None` for floats. `values`: the format of values."""
+        """`stacked`: as the layers of the model. `format`: `None` for floats. `values`: the format of values.
+
+        `rotate`: by default where it matters, at four bits and fewer.
+        """
         shape = (batch, config.kv_heads, context, config.head_size)
-        make = lambda: eqq.QuantizedCache.empty(shape, format, values, per_channel=per_channel, dtype=dtype)
+        if rotate is None:
+            rotate = format is not None and not per_channel and eqq.QuantConfig(format).format.bits <= 4
+        layout = {"rotate": rotate, "per_channel": per_channel, "dtype": dtype}
+        make = lambda: eqq.QuantizedCache.empty(shape, format, values, **layout)
         if stacked:
             return Cache(eqx.filter_vmap(make, axis_size=config.layers)())
         return Cache(tuple(make() for _ in range(config.layers)))

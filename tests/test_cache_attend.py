@@ -173,6 +173,143 @@ def test_a_traced_window_and_vmap(way):
     assert not np.allclose(found, whole(cache, jnp.int32(0)), atol=1e-3)
 
 
+RINGS = {"float": {"keys": None}, "int8": {"keys": "int8"}, "int4 rotated": {"keys": "int4", "rotate": True}}
+
+
+def roll(way, sinks, counts, window, options, tokens=90):
+    """Appends tokens in some ways to a ring and to a whole cache; yields both, with the attention of new tokens."""
+    keys, values = weights(jr.key(0), (2, BATCH, HEADS, tokens, SIZE))
+    queries = weights(jr.key(1), (BATCH, 2 * HEADS, tokens, SIZE))
+    shape = (BATCH, HEADS, tokens, SIZE)
+    ring = eqq.QuantizedCache.empty(shape, **RINGS[way], sinks=sinks, **options)
+    whole = eqq.QuantizedCache.empty(shape, **RINGS[way])
+
+    @jax.jit
+    def step(ring, whole, q, k, v, count):
+        found, ring = ring.append_and_attend(q, k, v, count, sliding_window=window)
+        positions = whole.length[:, None] + jnp.arange(q.shape[2])[None]
+        whole, rows = whole.append(k, v, count), q.reshape(BATCH, HEADS, -1, SIZE)
+        at = positions[..., None]
+        seen = (whole.positions <= at) & ((whole.positions > at - window) | (whole.positions < sinks))
+        scores = whole.scores(rows).reshape(*q.shape[:3], -1) / SIZE**0.5
+        shares = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf))
+        return ring, whole, found, whole.weighted_values(shares.reshape(*rows.shape[:3], -1)).reshape(q.shape)
+
+    for new, count in counts:
+        at = whole.length[:, None, None, None] + jnp.arange(new).reshape(1, 1, -1, 1)
+        now = [jnp.take_along_axis(x, at, axis=2, mode="clip") for x in (queries, keys, values)]
+        ring, whole, found, expected = step(ring, whole, *now, jnp.asarray(count))
+        text = np.arange(new) < np.asarray(count)[:, None]
+        np.testing.assert_allclose(*(np.moveaxis(x, 2, 1)[text] for x in (found, expected)), atol=3e-6)
+        yield ring, whole
+
+
+def assert_equal_codes(ring, whole):
+    """The codes and scales of each token that a ring holds are those of the whole cache, to the bit."""
+    for row, positions in enumerate(np.asarray(ring.positions)[:, 0]):
+        held = positions < whole.context
+        for a, b in zip(*map(jax.tree.leaves, ((ring.keys, ring.values), (whole.keys, whole.values))), strict=True):
+            np.testing.assert_array_equal(a[row][:, held], b[row][:, positions[held]])
+
+
+COUNTS = [(9, [9, 2, 0]), (1, [1, 1, 1]), (40, [40, 33, 5]), (1, [1, 1, 0]), (1, [1, 0, 1]), (9, [3, 0, 9])]
+
+
+@pytest.mark.parametrize("way, sinks, ring", [("float", 0, 8), ("int8", 0, 8), ("int8", 3, 10), ("int4 rotated", 3, 8)])
+def test_a_ring_equals_a_whole_cache_with_a_window(way, sinks, ring):
+    """Rows of unequal length, one or many tokens that wrap, and more than the ring holds; with and without sinks."""
+    for held, whole in roll(way, sinks, COUNTS, 8, {"ring": ring}):
+        assert_equal_codes(held, whole)
+        count = np.sum(np.asarray(held.positions) < whole.context, axis=(1, 2))
+        assert count.tolist() == np.minimum(whole.length, ring + sinks).tolist()
+    assert held.context == ring + sinks and held.nbytes < whole.nbytes / 4
+
+
+@pytest.mark.parametrize("ring", [8, 12])
+def test_a_ring_after_tokens_are_taken_back(ring):
+    """As many as it holds beyond the window; what more would have seen is NaN, or an error outside of `jit`."""
+    for held, whole in roll("int8", 2, COUNTS[:3], 8, {"ring": ring}):
+        pass
+    back = jnp.array([ring - 8, ring - 8, 1])
+    held, whole = (cache.truncate(cache.length - back) for cache in (held, whole))
+    assert_equal_codes(held, whole)
+    order = jnp.array([1, 1, 0, 2])
+    repeated = jax.tree.map(lambda x: x[order], held)
+    q, k, v = weights(jr.key(5), (3, BATCH, 2 * HEADS, 1, SIZE))
+    add = jax.jit(lambda cache, *new: cache.append_and_attend(*new, sliding_window=8))
+    y, held = add(held, q, k[:, :HEADS], v[:, :HEADS])
+    again, _ = add(repeated, *(x[order] for x in (q, k[:, :HEADS], v[:, :HEADS])))
+    np.testing.assert_array_equal(again, y[order])
+    whole = whole.append(k[:, :HEADS], v[:, :HEADS])
+    assert_equal_codes(held, whole)
+    assert jnp.isfinite(y).all()
+    cut = held.truncate(jnp.maximum(held.length - (ring - 5), 0))
+    at = cut.length[:, None]
+    with pytest.raises(ValueError, match=f"see only tokens that the ring of {ring} still holds.* larger by as many"):
+        cut.append(k[:, :HEADS], v[:, :HEADS]).attend(q, at, sliding_window=8)
+    lost, _ = add(cut, q, k[:, :HEADS], v[:, :HEADS])
+    assert jnp.isnan(lost[0]).all() and jnp.isfinite(lost[2]).all()
+    with pytest.raises(ValueError, match=f"`length` must leave tokens that the ring of {ring} still holds"):
+        held.truncate(jnp.maximum(held.length - ring, 0))
+    fresh = held.truncate(0)
+    y, _ = add(fresh, q, k[:, :HEADS], v[:, :HEADS])
+    np.testing.assert_allclose(y, jnp.repeat(v[:, :HEADS], 2, axis=1), atol=0.05)
+
+
+@pytest.mark.parametrize("way", ["int8", "int4 rotated"])
+def test_a_ring_under_vmap_and_on_a_mesh(way):
+    for held, _ in roll(way, 1, COUNTS[:3], 8, {"ring": 8}):
+        pass
+    new = weights(jr.key(5), (3, BATCH, HEADS, 2, SIZE))
+    add = jax.jit(lambda cache, *new: cache.append_and_attend(*new))
+    y, after = add(held, *new)
+    one = lambda cache, *new: cache.append_and_attend(*new)
+    mapped, mapped_after = jax.jit(jax.vmap(one))(held, *new)
+    np.testing.assert_allclose(mapped, y, atol=1e-6)
+    mesh = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("model",)), P(None, "model"))
+    divided, divided_after = add(held.with_sharding(mesh), *(jax.device_put(x, mesh) for x in new))
+    np.testing.assert_allclose(divided, y, atol=1e-5)
+    for other in (mapped_after, divided_after):
+        for x, expected in zip(*map(jax.tree.leaves, (other, after)), strict=True):
+            np.testing.assert_array_equal(x, expected)
+
+
+@pytest.mark.skipif(native.refusal() is not None, reason=str(native.refusal()))
+def test_the_newest_token_of_a_ring_is_read_by_native_code():
+    for held, _ in roll("int8", 1, COUNTS[:2], 8, {"ring": 8}):
+        pass
+    new = weights(jr.key(5), (3, BATCH, HEADS, 1, SIZE))
+    count = lambda window: (
+        jax.jit(lambda cache, *new: cache.append_and_attend(*new, sliding_window=window)[0])
+        .lower(held, *new)
+        .as_text()
+        .count(f"@{CALL}")
+    )
+    assert [count(window) for window in (None, 8, 7)] == [1, 1, 0]
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_what_a_ring_cannot_be():
+    empty = lambda **options: eqq.QuantizedCache.empty((2, 256, 32), "int4", **options)
+    for options, error in (
+        ({"ring": 0}, "`ring` must be at least 1.*Got 0 and 0"),
+        ({"ring": 8, "sinks": -1}, "Got 8 and -1"),
+        ({"sinks": 4}, "Got None and 4"),
+        ({"ring": 8, "window": 4}, "each token at once.*`rotate=True`"),
+        ({"ring": 8, "per_channel": True}, "each token at once.*`rotate=True`"),
+        ({"ring": 8.5}, "`ring` must be a whole number. Got 8.5"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=error):
+            empty(**options)
+    assert empty(ring=252, sinks=4).start is None and empty(ring=251, sinks=4).ring == 251
+    new = jnp.ones((2, 5, 32))
+    cache = empty(ring=4).append(new, new)
+    with pytest.raises(
+        ValueError, match="Got some that see tokens from 0 on. Add several tokens by `append_and_attend`"
+    ):
+        cache.attend(new, jnp.arange(5))
+
+
 @pytest.mark.parametrize("way", ["float", "int8", "int4 rotated"])
 def test_heads_on_a_mesh_stay_apart(way):
     cache, (queries, positions) = filled(way), ask()

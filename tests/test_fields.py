@@ -99,10 +99,13 @@ def calibrated(name):
 # For each class, example instances and the operations that must reject a wrong field.
 OBJECTS = {
     "QuantizedArray": lambda: [(stacked(f), ARRAY) for f in ("int8", eqq.Int4(64, symmetric=False), "q4_k", "nvfp4")],
-    "QuantizedCache": lambda: [
-        (cache(**options), CACHE)
-        for options in ({"keys": "int8"}, {"keys": None, "window": 8}, {"keys": eqq.Int8(16), "per_channel": True})
-    ],
+    "QuantizedCache": lambda: (
+        [
+            (cache(**options), CACHE)
+            for options in ({"keys": "int8"}, {"keys": None, "window": 8}, {"keys": eqq.Int8(16), "per_channel": True})
+        ]
+        + [(cache(keys="int8", ring=6, sinks=2), [CACHE[0], CACHE[2], CACHE[4]])]
+    ),
     "ActivationQuantizedArray": lambda: [
         (eqq.quantize_tree(linear(), "int8", activations="int8").weight, ARRAY[:1]),
     ],

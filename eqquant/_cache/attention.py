@@ -44,6 +44,7 @@ class AttendedCache(Protocol):
     keys: MaybeQuantized
     values: MaybeQuantized
     length: Array
+    sinks: int
 
     @property
     def context(self) -> int: ...
@@ -85,10 +86,11 @@ def attend_by_xla(
         scores = cap * jnp.tanh(scores / cap)
     at = jnp.clip(positions, -1, EMPTY_POSITION - 1)[..., None]
     width = window[..., None, None]
-    seen = (cache.positions <= at) & ((width <= 0) | (cache.positions > at - width))
-    *front, rows, places = scores.shape
+    places = cache.positions
+    seen = (places <= at) & ((width <= 0) | (places > at - width) | (places < cache.sinks))
+    *front, rows, count = scores.shape
     tokens = positions.shape[-1]
-    grouped = jnp.broadcast_to(seen[..., None, None, :, :], (*front, rows // tokens, tokens, places))
+    grouped = jnp.broadcast_to(seen[..., None, None, :, :], (*front, rows // tokens, tokens, count))
     seen = grouped.reshape(scores.shape)
     # A token that sees nothing gets zeros. Its scores are zeros too, since a softmax of nothing is NaN.
     hidden = jnp.where(seen.any(axis=-1, keepdims=True), -jnp.inf, jnp.zeros_like(scores[..., :1]))

@@ -18,6 +18,7 @@ from .._formats.base import AbstractFormat, check_no_tiles, segment_length
 from .._formats.names import as_format
 from .._mesh import full_spec, place
 from .._numerics import hadamard
+from .._numerics.batching import vmap_leading
 from .attention import attend_by_xla, bind_attention, EMPTY_POSITION, nan_without_room
 from .write import (
     append_to_window,
@@ -68,6 +69,9 @@ class QuantizedCache(eqx.Module):
         `(*batch, heads, window, size)`; `None` without a window. The context is a multiple of `window`.
     - `length`: how many tokens each row of the batch holds: int32 `(*batch,)`. Change it by `truncate`, which changes
         `recent` with it.
+    - `start`: of a ring, the position of the earliest token that each row holds after the sinks: int32 `(*batch,)`.
+        `None` if all tokens are held.
+    - `sinks`: how many of the first tokens a ring keeps.
     - `rotated`: whether `keys`, `values` and `recent` hold rotated heads.
 
     Methods raise a `ValueError` if the fields have other shapes or dtypes. Values are not checked.
@@ -77,6 +81,8 @@ class QuantizedCache(eqx.Module):
     values: Float[MaybeQuantized, "*batch heads context size"]
     recent: tuple[Float[Array, "*batch heads window size"], Float[Array, "*batch heads window size"]] | None
     length: Int[Array, "*batch"]
+    start: Int[Array, "*batch"] | None = None
+    sinks: int = eqx.field(static=True, default=0)
     rotated: bool = eqx.field(static=True, default=False)
 
     @staticmethod
@@ -86,6 +92,8 @@ class QuantizedCache(eqx.Module):
         values: AbstractFormat | str | None = None,
         *,
         rotate: bool = False,
+        ring: int | None = None,
+        sinks: int = 0,
         per_channel: bool = False,
         window: int | None = None,
         dtype: DTypeLike = jnp.float32,
@@ -98,6 +106,9 @@ class QuantizedCache(eqx.Module):
         - `keys`: the format of the keys, or its name; `None` for floats.
         - `values`: the format of the values; by default the format of the keys.
         - `rotate`: whether heads are rotated by a Hadamard transform. For four bits and fewer.
+        - `ring`: how many of the newest tokens are kept, for layers with a sliding window; where the context is longer,
+            new tokens take the places of the oldest, and the text may be of any length.
+        - `sinks`: how many of the first tokens a ring keeps besides, which every token sees.
         - `per_channel`: whether scales of keys are per channel in groups of tokens, instead of per token. For four bits
             and fewer. The groups are the blocks of the format.
         - `window`: how many tokens are quantized together. Until the window is full they are floats, so the newest 0 to
@@ -112,17 +123,25 @@ class QuantizedCache(eqx.Module):
 
         **Raises:**
 
-        `ValueError` if the shape has fewer than three axes, if the window does not hold whole blocks of the keys, or if
-        a format has no blocks of tokens. `TypeError` if a size is no whole number, a format no format, or `dtype` not
-        of floats.
+        `ValueError` if the shape has fewer than three axes, if the window does not hold whole blocks of the keys, if a
+        format has no blocks of tokens, or for a ring with a float window. `TypeError` if a size is no whole number, a
+        format no format, or `dtype` not of floats.
         """
         shape = _check_shape(shape)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"`dtype` must be of floats. Got {jnp.dtype(dtype)}. `keys` and `values` are the formats.")
         key_format = None if keys is None else check_no_tiles(as_format(keys, "keys"), "keys")
         value_format = key_format if values is None else check_no_tiles(as_format(values, "values"), "values")
-        if window is not None and not _is_integer(window):
-            raise TypeError(f"`window` must be a whole number. Got {window!r}.")
+        for name, number in (("window", window), ("ring", ring), ("sinks", sinks)):
+            if number is not None and not _is_integer(number):
+                raise TypeError(f"`{name}` must be a whole number. Got {number!r}.")
+        if sinks < 0 or (ring is None and sinks) or (ring is not None and ring < 1):
+            raise ValueError(f"`ring` must be at least 1, and `sinks` of a ring at least 0. Got {ring} and {sinks}.")
+        if ring is not None and (per_channel or window):
+            raise ValueError(
+                "`ring` must quantize each token at once. Got `per_channel` or a `window`, whose tokens share scales. "
+                "Set `rotate=True` instead."
+            )
         if per_channel:
             least = _min_window(key_format)
             if window is None:
@@ -136,6 +155,9 @@ class QuantizedCache(eqx.Module):
             raise ValueError(f"`window` must not be negative. Got {window}.")
         *batch, heads, context, size = shape
         context = -(-context // window) * window if window else context
+        start = None
+        if ring is not None and ring + sinks < context:
+            context, start = ring + sinks, jnp.zeros(tuple(batch), jnp.int32)
         # Fields do not share arrays, because no memory may be donated twice.
         zeros = lambda format, axis=-1: quantized_zeros((*batch, heads, context, size), dtype, format, axis)
         new_window = lambda: jnp.zeros((*batch, heads, window, size), dtype)
@@ -144,13 +166,20 @@ class QuantizedCache(eqx.Module):
             zeros(value_format),
             (new_window(), new_window()) if window else None,
             jnp.zeros(tuple(batch), jnp.int32),
+            start,
+            0 if start is None else sinks,
             bool(rotate),
         )
 
     @property
     def context(self) -> int:
-        """How many tokens fit."""
+        """How many tokens fit, or how many a ring holds."""
         return self.values.shape[-2]
+
+    @property
+    def ring(self) -> int:
+        """How many of the newest tokens are held; 0 if all are."""
+        return 0 if self.start is None else self.context - self.sinks
 
     @property
     def window(self) -> int:
@@ -170,6 +199,10 @@ class QuantizedCache(eqx.Module):
         positions `at`.
         """
         packed, length = self._arange(self.context), self.length[..., None]
+        if self.start is not None:
+            at = _positions_in_ring(self, packed)
+            held = (at < length) & ((packed < self.sinks) | (at >= jnp.maximum(self.start, self.sinks)[..., None]))
+            return jnp.where(held, at, EMPTY_POSITION)[..., None, :]
         if not self.window:
             return jnp.where(packed < length, packed, EMPTY_POSITION)[..., None, :]
         whole = length // self.window * self.window
@@ -199,8 +232,8 @@ class QuantizedCache(eqx.Module):
 
         **Raises:**
 
-        `ValueError` for other shapes, and, outside `jit`, for another `count` or if there is no room. Inside `jit`
-        lengths are not known, and tokens without room are dropped: attention of such a row is NaN.
+        `ValueError` for other shapes, and, outside `jit`, for another `count` or if there is no room; a ring always has
+        room. Inside `jit` lengths are not known, and tokens without room are dropped: attention of such a row is NaN.
         """
         self._check_fields()
         expected = (*self.values.shape[:-2], keys.shape[-2], self.values.shape[-1])
@@ -215,13 +248,20 @@ class QuantizedCache(eqx.Module):
         added = jnp.asarray(new if count is None else count, jnp.int32)
         length = self.length + jnp.broadcast_to(added, self.length.shape)
         keys, values = self._rotate(keys), self._rotate(values)
-        if not isinstance(length, jax.core.Tracer) and (most := int(jnp.max(length))) > self.context:
+        unknown = isinstance(length, jax.core.Tracer)
+        if self.start is None and not unknown and (most := int(jnp.max(length))) > self.context:
             raise ValueError(f"The cache has room for {self.context} tokens. Got {most}.")
         if self.recent is None:
-            at = self.length[..., None] + self._arange(new)
+            at, start = self.length[..., None] + self._arange(new), self.start
+            if start is not None:
+                start = jnp.maximum(start, length - self.ring)
+                oldest = jnp.maximum(length - self.ring, self.sinks)[..., None]
+                kept = (at < length[..., None]) & ((at < self.sinks) | (at >= oldest))
+                # Others beyond the end, where nothing is written.
+                at = jnp.where(kept, _places_in_ring(self, at), self.context + self._arange(new))
             write = lambda old, x: write_tokens(old, x, at)
             return dataclasses.replace(
-                self, keys=write(self.keys, keys), values=write(self.values, values), length=length
+                self, keys=write(self.keys, keys), values=write(self.values, values), length=length, start=start
             )
         # Arrange the tokens of the unfinished window and the new tokens in whole windows.
         window = self.window
@@ -250,7 +290,8 @@ class QuantizedCache(eqx.Module):
         """Keeps the first tokens of each row, such as those that speculative decoding accepts.
 
         The tokens that stay are read as before. With a float window, cutting into a window that was already quantized
-        loads it back dequantized: its rounding error stays, and it is quantized again when full.
+        loads it back dequantized: its rounding error stays, and it is quantized again when full. Tokens that a ring has
+        lost do not come back: it holds as many more than a sliding window sees as may be taken back.
 
         !!! Example
 
@@ -269,7 +310,8 @@ class QuantizedCache(eqx.Module):
         **Raises:**
 
         `TypeError` if `length` is not of integers. `ValueError` for another shape, and, outside `jit`, if it is
-        negative. Inside `jit` a negative length is 0.
+        negative, or if a ring holds none of the tokens at the end. Inside `jit` a negative length is 0, and attention
+        to tokens that a ring has lost is NaN.
         """
         self._check_fields()
         length = jnp.asarray(length)
@@ -282,6 +324,14 @@ class QuantizedCache(eqx.Module):
         if not isinstance(length, jax.core.Tracer) and jnp.any(length < 0):
             raise ValueError(f"`length` must not be negative. Got {length}.")
         length = jnp.clip(jnp.broadcast_to(_as_int32(length), self.length.shape), 0, self.length)
+        if self.start is not None:
+            lost = (length > self.sinks) & (length <= self.start)
+            if not isinstance(lost, jax.core.Tracer) and jnp.any(lost):
+                raise ValueError(
+                    f"`length` must leave tokens that the ring of {self.ring} still holds, from {self.start} on. Got "
+                    f"{length}. Make `ring` larger by as many tokens as are taken back, or read the text again."
+                )
+            return dataclasses.replace(self, length=length, start=jnp.minimum(self.start, length))
         if self.recent is None:
             return dataclasses.replace(self, length=length)
         window = self.window
@@ -300,10 +350,12 @@ class QuantizedCache(eqx.Module):
         shape, window = self.values.shape, self.window
         floats = [("keys", self.keys, shape), ("values", self.values, shape)]
         floats += [(f"recent[{n}]", x, (*shape[:-2], window, shape[-1])) for n, x in enumerate(self.recent or ())]
-        for name, x, expected in [*floats, ("length", self.length, shape[:-3])]:
-            kind = jnp.integer if name == "length" else jnp.floating
+        counts = [("length", self.length, shape[:-3])]
+        counts += [] if self.start is None else [("start", self.start, shape[:-3])]
+        for name, x, expected in [*floats, *counts]:
+            kind = jnp.floating if name not in ("length", "start") else jnp.integer
             if x.shape != expected or not jnp.issubdtype(x.dtype, kind):
-                kinds = "integers" if name == "length" else "floats"
+                kinds = "floats" if kind is jnp.floating else "integers"
                 raise ValueError(
                     f"`{name}` must be {kinds} of shape {expected}, in a cache whose `values` have shape {shape}. "
                     f"Got {x.dtype} of shape {x.shape}."
@@ -368,7 +420,8 @@ class QuantizedCache(eqx.Module):
         y = probabilities[..., : self.context] @ self.values.astype(probabilities.dtype)
         if self.recent is not None:
             y = y + probabilities[..., self.context :] @ self.recent[1].astype(probabilities.dtype)
-        return nan_without_room(self, self._rotate(y, back=True))
+        y = self._rotate(y, back=True)
+        return nan_without_room(self, y) if self.start is None else y
 
     def attend(
         self,
@@ -381,8 +434,9 @@ class QuantizedCache(eqx.Module):
     ) -> Float[Array, "*batch query_heads new size"]:
         """Computes causal attention of new tokens to the cached ones.
 
-        Append the keys and values of the new tokens first. On CPU, native code reads only the places that hold tokens,
-        for up to 32 queries per head of keys and for caches without a float window.
+        Append the keys and values of the new tokens first; to a ring, several at a time by `append_and_attend`. On CPU,
+        native code reads only the places that hold tokens, for up to 32 queries per head of keys, and for caches
+        without a float window. In a ring it reads them for the newest token, if that sees the whole ring.
 
         **Arguments:**
 
@@ -390,19 +444,19 @@ class QuantizedCache(eqx.Module):
         - `positions`: the position of each new token in its text: `length` *before* `append`, and on. A token sees
             cached tokens at positions up to and including its own.
         - `scale`: of the scores; by default `1 / sqrt(size)`. Multiply queries by a traced one instead.
-        - `sliding_window`: how many tokens a token sees, its own included; `None` or 0 for all. May be traced. Tokens
-            before it stay in the cache, whose context must be as long as the text.
+        - `sliding_window`: how many tokens a token sees, its own included; `None` or 0 for all, or as many as the
+            `ring`. May be traced. Tokens before it stay in the cache, unless it is a ring.
         - `soft_cap`: bounds scores by `soft_cap * tanh(score / soft_cap)`, as Gemma 2 does.
 
         **Returns:**
 
-        One vector for each query, of the dtype of `queries`; zeros for a token that sees none, and NaN in rows with
-        more tokens than fit. Ignore those of padding.
+        One vector for each query, of the dtype of `queries`; zeros for a token that sees none, NaN in rows with
+        more tokens than fit, and NaN for a token that sees one that a ring has lost. Ignore those of padding.
 
         **Raises:**
 
-        `ValueError` for other shapes, a negative window, or a cap out of range. `TypeError` for other dtypes,
-        and for a `scale` or `soft_cap` that is traced.
+        `ValueError` for other shapes, a negative window, or a cap out of range, and, outside `jit`, for a token that
+        sees one that a ring has lost. `TypeError` for other dtypes, and for a `scale` or `soft_cap` that is traced.
         """
         self._check_fields()
         *front, heads, _, size = self.values.shape
@@ -436,8 +490,86 @@ class QuantizedCache(eqx.Module):
         factor = 1 / math.sqrt(size) if scale is None else float(scale)
         compute = bind_attention if self.recent is None else attend_by_xla
         held = dataclasses.replace(self, rotated=False)  # of rotated heads, for rotated queries
+        lost, start = None, self.start
+        if start is not None:
+            # Beyond the newest token there is nothing to see.
+            at, width = jnp.minimum(at, self.length[..., None] - 1), jnp.where(width > 0, width, self.ring)
+            lost = self._find_lost(at, width, start)
+            compute = attend_by_xla
+            if new == 1 and isinstance(window, np.ndarray) and not 0 < window < self.ring:
+                # The newest token sees each place that holds a token, in whatever order.
+                length = jnp.minimum(self.length, self.context)
+                at = jnp.where((self.length > self.context)[..., None], self.context - 1, at)
+                held = dataclasses.replace(held, length=length, start=None, sinks=0)
+                compute, width = bind_attention, jnp.zeros_like(width)
         y = compute(self._rotate(rows), at, width, held, factor, float(soft_cap or 0))
-        return self._rotate(y, back=True).reshape(queries.shape)
+        y = self._rotate(y, back=True).reshape(queries.shape)
+        if lost is not None:
+            # Computed, since `jax_debug_nans` stops at a constant NaN.
+            y = y + jnp.sqrt(-lost.astype(y.dtype))[..., None, :, None]
+        return y
+
+    def append_and_attend(
+        self,
+        queries: Float[Array, "*batch query_heads new size"],
+        keys: Float[Array, "*batch heads new size"],
+        values: Float[Array, "*batch heads new size"],
+        count: Int[Array, "*batch"] | int | None = None,
+        *,
+        scale: float | None = None,
+        sliding_window: Integer[Array, ""] | int | None = None,
+        soft_cap: float | None = None,
+    ) -> tuple[Float[Array, "*batch query_heads new size"], "QuantizedCache"]:
+        """Adds new tokens, and computes their causal attention.
+
+        As `append` and then `attend`. But to a ring several tokens may be added at a time: those at the end take the
+        places of tokens that those at the beginning still see.
+
+        **Arguments:**
+
+        - `queries`, `scale`, `sliding_window`, `soft_cap`: as for `attend`.
+        - `keys`, `values`, `count`: as for `append`.
+
+        **Returns:**
+
+        One vector for each query, and the cache with the new tokens.
+
+        **Raises:**
+
+        As `append` and `attend`.
+        """
+        new = keys.shape[-2]
+        cache = wide = self.append(keys, values, count)
+        if self.start is not None:
+            window = 0 if sliding_window is None else sliding_window
+            window = window if isinstance(window, jax.core.Tracer) else int(window)
+            if isinstance(window, jax.core.Tracer) or not 0 < window <= self.ring - new + 1:
+                wide = self._widened(new - 1).append(keys, values, count) if new > 1 else cache
+                sliding_window = jnp.where(window > 0, window, self.ring) if new > 1 else sliding_window
+        positions = jnp.broadcast_to(self.length[..., None] + self._arange(new), (*self.length.shape, new))
+        return wide.attend(queries, positions, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap), cache
+
+    def _widened(self, more: int) -> "QuantizedCache":
+        """Returns the same tokens in a longer ring."""
+        places = self._arange(self.context + more)
+        at = _positions_in_ring(self, places, more)
+        old = jnp.clip(_places_in_ring(self, at), 0, self.context - 1)
+        take = lambda leaf: vmap_leading(lambda leaf, at: leaf[..., at, :], self.length.ndim)(leaf, old)
+        return dataclasses.replace(self, keys=jtu.tree_map(take, self.keys), values=jtu.tree_map(take, self.values))
+
+    def _find_lost(
+        self, at: Int32[Array, "*batch new"], width: Int32[Array, "*batch"], start: Int[Array, "*batch"]
+    ) -> Array:
+        """Returns which tokens see one that the ring has lost. Raises outside `jit`."""
+        first = jnp.maximum(at - width[..., None] + 1, self.sinks)
+        lost = (first < start[..., None]) & (first <= at)
+        if not isinstance(lost, jax.core.Tracer) and jnp.any(lost):
+            raise ValueError(
+                f"`positions` must see only tokens that the ring of {self.ring} still holds, from {start} on. Got "
+                f"some that see tokens from {int(jnp.min(first))} on. Add several tokens by `append_and_attend`, and "
+                "make `ring` larger by as many tokens as are taken back."
+            )
+        return lost
 
     def _rotate(self, x: Float[Array, "*rows size"], *, back: bool = False) -> Float[Array, "*rows size"]:
         return hadamard.rotate(x, -1, _SEED, back=back) if self.rotated else x
@@ -482,8 +614,24 @@ class QuantizedCache(eqx.Module):
             raise ValueError(f"`sharding` must divide batch and heads only. Got {sharding.spec}.")
         put = lambda x: x.with_sharding(named) if is_quantized(x) else place(x, named)
         recent = None if self.recent is None else (put(self.recent[0]), put(self.recent[1]))
-        length = place(self.length, NamedSharding(named.mesh, jax.sharding.PartitionSpec(*batch)))
-        return dataclasses.replace(self, keys=put(self.keys), values=put(self.values), recent=recent, length=length)
+        rows = NamedSharding(named.mesh, jax.sharding.PartitionSpec(*batch))
+        start = None if self.start is None else place(self.start, rows)
+        fields = {"keys": put(self.keys), "values": put(self.values), "recent": recent, "start": start}
+        return dataclasses.replace(self, length=place(self.length, rows), **fields)
+
+
+def _positions_in_ring(cache: QuantizedCache, places: Array, more: int = 0) -> Array:
+    """Returns the latest position of each place, in a ring of `more` places more.
+
+    Of a place that no token took yet it is negative, or that of a sink.
+    """
+    ring = cache.ring + more
+    turns = (cache.length[..., None] - 1 - places) // ring
+    return jnp.where(places < cache.sinks, places, places + turns * ring)
+
+
+def _places_in_ring(cache: QuantizedCache, positions: Array) -> Array:
+    return jnp.where(positions < cache.sinks, positions, cache.sinks + (positions - cache.sinks) % cache.ring)
 
 
 def _as_int32(x: Integer[Array | np.ndarray, "*shape"]) -> Int32[Array, "*shape"]:

@@ -36,6 +36,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": question})
         ids = self._fit()
         same = sum(1 for _ in _common(self.ids, ids[:-1]))  # read at least one token, to predict the next
+        same = self.generate.kept(same)
         answer: list[int] = []
         shown = ""
         room = min(self.tokens, self.generate.context - len(ids))

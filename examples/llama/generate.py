@@ -120,8 +120,9 @@ class Generator:
         if steps < 1:
             raise ValueError(f"`--steps` must be at least 1. Got {steps}.")
         self.config, self.context, self.steps = model.config, context, steps
-        stacked = not isinstance(model.layers, list)
-        self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, stacked=stacked)
+        # A conversation takes back the steps of two calls at most, unless it drops turns.
+        layout = {"stacked": not isinstance(model.layers, list), "ahead": 2 * steps}
+        self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, **layout)
         self.mesh = mesh
         self.state: State | None = None
         self.dtype = model.norm.weight.dtype
@@ -167,6 +168,10 @@ class Generator:
             cache = cache if self.mesh is None else cache.on_mesh(self.mesh)
         lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
         return self._read(self.arrays, jnp.asarray(ids), lengths, cache, jr.key(seed))
+
+    def kept(self, after: int) -> int:
+        """How many of the first tokens of the last call need not be read again: all, or none."""
+        return after if self.state is not None and self.state.cache.holds(after) else 0
 
     def step(self, state: State) -> State:
         """Starts to compute the next tokens of each row, and does not wait for them.

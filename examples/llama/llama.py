@@ -5,6 +5,7 @@ Llama, Mistral, Qwen2 and 3, Gemma 1 to 3, Phi-3, Mixtral and the mixtures of Qw
 The paths of the arrays come from `eqq.io.names`, so that a model loads from every file that `eqq.io.open` reads.
 """
 
+import dataclasses
 import itertools as it
 import math
 import re
@@ -28,6 +29,8 @@ class Cache(eqx.Module):
     """The keys and values of all tokens so far, for each layer: one cache each, or with `stacked` one for all."""
 
     layers: tuple[eqq.QuantizedCache, ...] | eqq.QuantizedCache
+    context: int = eqx.field(static=True)  # how long texts may be
+    ahead: int = eqx.field(static=True)
 
     @staticmethod
     def empty(
@@ -41,41 +44,53 @@ class Cache(eqx.Module):
         rotate: bool | None = None,
         per_channel: bool = False,
         stacked: bool = False,
+        ahead: int | None = None,
     ) -> "Cache":
         """`stacked`: as the layers of the model. `format`: `None` for floats. `values`: the format of values.
 
-        `rotate`: by default where it matters, at four bits and fewer.
+        `rotate`: by default where it matters, at four bits and fewer. `ahead`: layers with a window hold that, and so
+        many tokens more, which may be taken back; by default the whole text.
         """
         shape = (batch, config.kv_heads, context, config.head_size)
         if rotate is None:
             rotate = format is not None and not per_channel and eqq.QuantConfig(format).format.bits <= 4
         layout = {"rotate": rotate, "per_channel": per_channel, "dtype": dtype}
-        make = lambda: eqq.QuantizedCache.empty(shape, format, values, **layout)
+
+        def make(window: int) -> eqq.QuantizedCache:
+            ring = None if ahead is None or not window else window + ahead
+            return eqq.QuantizedCache.empty(shape, format, values, ring=ring, **layout)
+
         if stacked:
-            return Cache(eqx.filter_vmap(make, axis_size=config.layers)())
-        return Cache(tuple(make() for _ in range(config.layers)))
+            window = min(config.windows) if len({*config.windows}) == 1 else 0
+            layers = eqx.filter_vmap(lambda: make(window), axis_size=config.layers)()
+        else:
+            layers = tuple(map(make, config.windows))
+        return Cache(layers, context, ahead or 0)
 
     @property
     def length(self) -> Int[Array, " batch"]:
         """How many tokens each row has."""
         return self.layers[0].length if isinstance(self.layers, tuple) else self.layers.length[0]
 
-    @property
-    def context(self) -> int:
-        """For how many tokens each row has places."""
-        return self.layers[0].context if isinstance(self.layers, tuple) else self.layers.context
-
     def on_mesh(self, mesh: Mesh) -> "Cache":
         """Divides heads among the devices."""
         ahead = 1 if isinstance(self.layers, tuple) else 2  # layers and batch
         sharding = NamedSharding(mesh, P(*[None] * ahead, "model"))
-        each = lambda cache: cache.with_sharding(sharding)
-        return Cache(tuple(map(each, self.layers)) if isinstance(self.layers, tuple) else each(self.layers))
+        return self._each(lambda cache: cache.with_sharding(sharding))
 
-    def truncate(self, length: int) -> "Cache":
+    def truncate(self, length: Int[Array, " batch"] | int) -> "Cache":
         """Keeps the first tokens of each row."""
-        each = lambda cache: cache.truncate(length)
-        return Cache(tuple(map(each, self.layers)) if isinstance(self.layers, tuple) else each(self.layers))
+        return self._each(lambda cache: cache.truncate(jnp.broadcast_to(length, cache.length.shape)))
+
+    def holds(self, length: int) -> bool:
+        """Whether tokens can follow the first so many, of which layers with a window hold only the last."""
+        layers = self.layers if isinstance(self.layers, tuple) else (self.layers,)
+        rings = [(cache.start, cache.ring - self.ahead) for cache in layers if cache.start is not None]
+        return all(bool((start <= max(length + 1 - window, 0)).all()) for start, window in rings)
+
+    def _each(self, change: Callable[[eqq.QuantizedCache], eqq.QuantizedCache]) -> "Cache":
+        layers = tuple(map(change, self.layers)) if isinstance(self.layers, tuple) else change(self.layers)
+        return dataclasses.replace(self, layers=layers)
 
     def of(self, layer: int | Int[Array, ""]) -> eqq.QuantizedCache:
         if isinstance(self.layers, tuple):
@@ -85,8 +100,10 @@ class Cache(eqx.Module):
     def having(self, layer: int | Int[Array, ""], new: eqq.QuantizedCache) -> "Cache":
         """The cache with another one for a layer."""
         if isinstance(self.layers, tuple):
-            return Cache((*self.layers[:layer], new, *self.layers[layer + 1 :]))
-        return Cache(jtu.tree_map(lambda old, new: old.at[layer].set(new), self.layers, new))
+            layers = (*self.layers[:layer], new, *self.layers[layer + 1 :])
+        else:
+            layers = jtu.tree_map(lambda old, new: old.at[layer].set(new), self.layers, new)
+        return dataclasses.replace(self, layers=layers)
 
 
 class RMSNorm(eqx.Module):
@@ -164,7 +181,6 @@ class Attention(eqx.Module):
         self,
         x: Float[Array, "batch length hidden"],
         layer: int | Int[Array, ""],
-        positions: Int[Array, "batch length"],
         rotation: Rotation,
         window: int | Int[Array, ""],
         count: Int[Array, " batch"] | int,
@@ -177,10 +193,11 @@ class Attention(eqx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         heads_first = lambda y: jnp.swapaxes(y, 1, 2)
-        layer_cache = cache.of(layer).append(heads_first(rotation(k)), heads_first(v), count)
-        mixed = layer_cache.attend(
+        mixed, layer_cache = cache.of(layer).append_and_attend(
             heads_first(rotation(q)),
-            positions,
+            heads_first(rotation(k)),
+            heads_first(v),
+            count,
             scale=config.query_scale,
             sliding_window=window,
             soft_cap=config.attention_cap or None,
@@ -323,13 +340,13 @@ class Llama(eqx.Module):
         if isinstance(self.layers, list):
             for n, layer in enumerate(self.layers):
                 window = self.config.windows[n]
-                x, cache = layer(x, n, positions, local if window else rotation, window, row_counts, cache)
+                x, cache = layer(x, n, local if window else rotation, window, row_counts, cache)
             return self.norm(x), cache
 
         def step(carry: tuple[Array, Cache], layer_inputs: tuple[Array, Array]) -> tuple[tuple[Array, Cache], None]:
             (x, cache), (n, window) = carry, layer_inputs
             turned = jtu.tree_map(lambda a, b: jnp.where(window > 0, b, a), rotation, local)
-            return eqq.take_layer(self.layers, n)(x, n, positions, turned, window, row_counts, cache), None
+            return eqq.take_layer(self.layers, n)(x, n, turned, window, row_counts, cache), None
 
         numbers = (jnp.arange(self.config.layers), jnp.asarray(self.config.windows))
         (x, cache), _ = jax.lax.scan(step, (x, cache), numbers)

@@ -133,6 +133,46 @@ def test_a_conversation_reads_again_what_rings_have_lost(llama, generate, tmp_pa
 
 
 @pytest.mark.long
+def test_a_draft_changes_no_token(llama, generate):
+    """Rows accept more and fewer tokens: all of the model itself, some of its int4 codes, few of another model."""
+    model, prompts, n = generate.random_model("tiny"), [[5, 6, 7], [8, 9, 10, 11, 12]], 20
+    other = llama.Llama(model.config, key=jr.key(1))
+    alone, made = generate.Generator(model, 48, generate.Sampling()), []
+    expected = list(alone(prompts, n))
+    stop = frozenset((expected[3][0], expected[9][1]))
+    stopped = list(alone(prompts, n, stop=stop))
+    likeliest = generate.Sampling(), generate.Sampling(0.5, top_k=1), generate.Sampling()
+    for draft, sampling in zip((model, eqq.quantize_tree(model, "int4"), other), likeliest, strict=True):
+        generator = generate.Generator(model, 48, sampling, draft=draft, drafted=3)
+        assert list(generator(prompts, n)) == expected
+        made.append(np.mean(generator.made))
+        assert list(generator(prompts, n, stop=stop)) == stopped
+    assert 4 == made[0] > made[1] > made[2] >= 1
+    with pytest.raises(ValueError, match="`--draft` must have the vocabulary of the model. Got 50 and 96 tokens"):
+        generate.Generator(model, 8, generate.Sampling(), draft=generate.random_model("tiny", vocabulary=50))
+    with pytest.raises(ValueError, match="`--drafted` must be at least 1. Got 0"):
+        generate.Generator(model, 8, generate.Sampling(), draft=model, drafted=0)
+
+
+@pytest.mark.long
+def test_tokens_of_a_draft_have_the_distribution_of_the_model(generate):
+    logits = 2 * jr.normal(jr.key(0), (1, 3, 6))
+    guesses = logits[:, :2] + jr.normal(jr.key(1), (1, 2, 6))
+    logits = logits.at[..., 4].set(-jnp.inf)  # as beyond `top_k`
+    sampling, accept = generate.Sampling(1.0), import_example("llama", "draft").accept
+
+    def once(key):
+        drawing, checking = jr.split(key)
+        return accept(sampling.draw(guesses, drawing), guesses, logits, checking, sampling)[0]
+
+    tokens = np.asarray(jax.jit(jax.vmap(once))(jr.split(jr.key(2), 20_000)))
+    for made, wanted in zip(tokens.T, jax.nn.softmax(logits[0]), strict=True):
+        made = made[made >= 0]
+        np.testing.assert_allclose(np.bincount(made, minlength=6) / len(made), wanted, atol=2 / len(made) ** 0.5)
+    assert len(made) > 2000
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "format, values, per_channel, bound",
     [("int8", None, False, 1e-4), ("int4", None, True, 1e-3), (eqq.Int4(32, symmetric=False), "int8", True, 3e-4)],

@@ -7,6 +7,7 @@ python generate.py MODEL "Once upon a time" --format nf4
 python generate.py MODEL "Once upon a time" --format nf4 --cache int8
 python generate.py MODEL "Once upon a time" --fast     # packed weights times int8 activations: less exact
 python generate.py MODEL "Once upon a time" --mesh 2   # each of two devices holds half of every weight
+python generate.py MODEL "Once upon a time" --draft SMALL_MODEL  # speculative decoding
 python generate.py --random 300m --format nf4          # random weights: for timing
 """
 
@@ -16,6 +17,7 @@ import dataclasses
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ import numpy as np
 from chat import Conversation, talk
 from command import add_formats, check_memory, make_parser, peak_memory, run_program, show_size
 from configuration import from_json, stop_tokens
+from draft import NONE, speculate
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from llama import Cache, joined, layers_are_alike, Llama, load, on_mesh, with_activations
@@ -69,14 +72,23 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`--top-p` must be above 0, and at most 1, which takes all tokens. Got {self.top_p}.")
 
-    def __call__(self, logits: Float[Array, "batch vocabulary"], key: PRNGKeyArray) -> Int[Array, " batch"]:
+    def __call__(self, logits: Float[Array, "*batch vocabulary"], key: PRNGKeyArray) -> Int[Array, " *batch"]:
+        return self.draw(self.likely(logits) if self.temperature else logits, key)
+
+    def draw(self, logits: Float[Array, "*batch vocabulary"], key: PRNGKeyArray) -> Int[Array, " *batch"]:
+        if self.temperature:
+            return jr.categorical(key, logits, axis=-1)
+        # XLA's argmax takes five times as long on a CPU. NaN is the largest in both.
+        best = ~(logits < jnp.max(logits, axis=-1, keepdims=True))
+        return jnp.min(jnp.where(best, jnp.arange(logits.shape[-1]), logits.shape[-1]), axis=-1)
+
+    def likely(self, logits: Float[Array, "*batch vocabulary"]) -> Float[Array, "*batch vocabulary"]:
+        """The logits by which a token is drawn: -inf for tokens that are never chosen."""
         if self.temperature == 0:
-            # XLA's argmax takes five times as long on a CPU. NaN is the largest in both.
-            best = ~(logits < jnp.max(logits, axis=-1, keepdims=True))
-            return jnp.min(jnp.where(best, jnp.arange(logits.shape[-1]), logits.shape[-1]), axis=-1)
+            return jnp.log(jax.nn.one_hot(self.draw(logits, jr.key(0)), logits.shape[-1]))
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
-            least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            least = jax.lax.top_k(logits, self.top_k)[0][..., -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)
         if self.top_p < 1:
             ordered = -jnp.sort(-logits, axis=-1)
@@ -84,20 +96,25 @@ class Sampling:
             # Keep a token if the tokens before it sum to less than `top_p`: the first is always kept.
             kept = jnp.sum(jnp.cumsum(shares, axis=-1) - shares < self.top_p, axis=-1, keepdims=True)
             logits = jnp.where(logits < jnp.take_along_axis(ordered, kept - 1, axis=-1), -jnp.inf, logits)
-        return jr.categorical(key, logits, axis=-1)
+        return logits
 
 
 class State(eqx.Module):
-    """The new tokens of a call, and what the next call takes: the last of them, the cache and the random key."""
+    """The new tokens of a call, and what the next call takes: the last of them, the caches and the random key.
+
+    With a draft rows have several tokens each, and then `NONE`. There is a cache for each model.
+    """
 
     tokens: Int[Array, "batch new"]
     last: Int[Array, " batch"]
-    cache: Cache
+    caches: tuple[Cache, ...]
     key: PRNGKeyArray
 
 
 class Generator:
     """A model, its context, and its two compiled functions: one reads a padded prompt, the other makes `steps` steps.
+
+    With `draft`, a smaller model of the same vocabulary, the other function checks `drafted` tokens of it instead.
 
     A call with hundreds of arrays takes the host a millisecond or two. So each call makes several steps, and the next
     call is started before their tokens are read.
@@ -111,46 +128,71 @@ class Generator:
         cache: str | None = None,
         mesh: Mesh | None = None,
         steps: int = 4,
+        draft: Llama | None = None,
+        drafted: int = 4,
     ) -> None:
-        if not 0 < context <= model.config.positions:
+        models = (model,) if draft is None else (model, draft)
+        most = min(each.config.positions for each in models)
+        if not 0 < context <= most:
             raise ValueError(
-                f"The context must be at least 1 token, and at most {model.config.positions:,} tokens, for which "
-                f"the model was made. Got {context:,}."
+                f"The context must be at least 1 token, and at most {most:,} tokens, for which the model was made. Got "
+                f"{context:,}."
             )
+        if len(vocabularies := {each.config.vocabulary for each in models}) > 1:
+            raise ValueError(
+                f"`--draft` must have the vocabulary of the model. Got {min(vocabularies):,} and "
+                f"{max(vocabularies):,} tokens. Take a smaller model of the same family."
+            )
+        if drafted < 1:
+            raise ValueError(f"`--drafted` must be at least 1. Got {drafted}.")
         if steps < 1:
             raise ValueError(f"`--steps` must be at least 1. Got {steps}.")
         self.config, self.context, self.steps = model.config, context, steps
-        # A conversation takes back the steps of two calls at most, unless it drops turns.
-        layout = {"stacked": not isinstance(model.layers, list), "ahead": 2 * steps}
-        self.empty = lambda batch: Cache.empty(model.config, batch, context, self.dtype, format=cache, **layout)
+        self.least = steps if draft is None else 1  # tokens of a call
+        self.made: list[int] = []
+        new, places = (steps, context) if draft is None else (drafted + 1, context + drafted + 1)
+
+        def empty(model: Llama, batch: int) -> Cache:
+            # A conversation takes back the tokens of two calls at most, unless it drops turns.
+            layout = {"stacked": not isinstance(model.layers, list), "ahead": 2 * new}
+            return Cache.empty(model.config, batch, places, model.norm.weight.dtype, format=cache, **layout)
+
+        self.empty = lambda batch: tuple(empty(each, batch) for each in models)
         self.mesh = mesh
         self.state: State | None = None
-        self.dtype = model.norm.weight.dtype
         # A list of arrays, because at each call JAX would take a tree of hundreds of modules apart in Python.
-        arrays, static = eqx.partition(model, eqx.is_array)
+        arrays, static = eqx.partition(models, eqx.is_array)
         self.arrays, treedef = jtu.tree_flatten(arrays)
         whole = lambda arrays: eqx.combine(jtu.tree_unflatten(treedef, arrays), static)
 
-        def read(arrays: list[Array], ids: Array, lengths: Array, cache: Cache, key: PRNGKeyArray) -> State:
-            model, (key, now) = whole(arrays), jr.split(key)
-            x, cache = model.hidden(ids, cache, lengths)
+        def read(
+            arrays: list[Array], ids: Array, lengths: Array, caches: tuple[Cache, ...], key: PRNGKeyArray
+        ) -> State:
+            models, (key, now) = whole(arrays), jr.split(key)
+            (x, *_), caches = zip(*(each.hidden(ids, c, lengths) for each, c in zip(models, caches)), strict=True)
             last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-            token = sampling(model.logits(last)[:, 0], now)
-            return State(token[:, None], token, cache, key)
+            token = sampling(models[0].logits(last)[:, 0], now)
+            return State(token[:, None], token, caches, key)
 
-        def step(arrays: list[Array], last: Array, cache: Cache, key: PRNGKeyArray) -> State:
+        def check(arrays: list[Array], last: Array, caches: tuple[Cache, ...], key: PRNGKeyArray) -> State:
+            key, now = jr.split(key)
+            tokens, last, caches = speculate(whole(arrays), last, caches, now, drafted, sampling)
+            return State(tokens, last, caches, key)
+
+        def step(arrays: list[Array], last: Array, caches: tuple[Cache, ...], key: PRNGKeyArray) -> State:
             def one_step(carry: tuple[Array, Cache, PRNGKeyArray], _: None) -> tuple[tuple[Array, Cache, Array], Array]:
                 last, cache, key = carry
                 key, now = jr.split(key)
-                logits, cache = whole(arrays)(last[:, None], cache)
+                logits, cache = whole(arrays)[0](last[:, None], cache)
                 token = sampling(logits[:, 0], now)
                 return (token, cache, key), token
 
-            (last, cache, key), tokens = jax.lax.scan(one_step, (last, cache, key), None, length=steps)
-            return State(tokens.T, last, cache, key)
+            (last, cache, key), tokens = jax.lax.scan(one_step, (last, *caches, key), None, length=steps)
+            return State(tokens.T, last, (cache,), key)
 
         # Donated: the new cache takes the memory of the old one.
-        self._read, self._step = jax.jit(read, donate_argnums=3), jax.jit(step, donate_argnums=2)
+        self._read = jax.jit(read, donate_argnums=3)
+        self._step = jax.jit(step if draft is None else check, donate_argnums=2)
 
     def start(self, prompts: Sequence[Sequence[int]], seed: int, after: int = 0) -> State:
         """Reads the prompts, and chooses the first token of each.
@@ -162,23 +204,23 @@ class Generator:
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = prompt
         if after and self.state is not None:
-            cache, self.state = self.state.cache.truncate(after), None  # its memory is donated
+            caches, self.state = tuple(cache.truncate(after) for cache in self.state.caches), None  # donated
         else:
-            cache = self.empty(len(prompts))
-            cache = cache if self.mesh is None else cache.on_mesh(self.mesh)
+            caches = self.empty(len(prompts))
+            caches = caches if self.mesh is None else tuple(cache.on_mesh(self.mesh) for cache in caches)
         lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-        return self._read(self.arrays, jnp.asarray(ids), lengths, cache, jr.key(seed))
+        return self._read(self.arrays, jnp.asarray(ids), lengths, caches, jr.key(seed))
 
     def kept(self, after: int) -> int:
         """How many of the first tokens of the last call need not be read again: all, or none."""
-        return after if self.state is not None and self.state.cache.holds(after) else 0
+        return after if self.state is not None and all(c.holds(after) for c in self.state.caches) else 0
 
     def step(self, state: State) -> State:
         """Starts to compute the next tokens of each row, and does not wait for them.
 
         Donates the cache: of the old state only the tokens may be read afterwards.
         """
-        return self._step(self.arrays, state.last, state.cache, state.key)
+        return self._step(self.arrays, state.last, state.caches, state.key)
 
     def __call__(
         self,
@@ -204,13 +246,21 @@ class Generator:
         yield tokens_of(np.asarray(state.last))  # before the steps are compiled
         if tokens == 1 or stopped.all():
             return
-        self.state = state = self.step(state)
-        for left in range(tokens - 1, 0, -self.steps):
-            new = state.tokens
-            if left > self.steps:
-                self.state = state = self.step(state)  # computes while the new tokens are read
-            for now in np.asarray(new).T[:left]:
-                yield tokens_of(now)
+        self.state, left = self.step(state), tokens - 1
+        waiting, self.made = [deque[int]() for _ in prompts], []
+        while left:
+            new = self.state.tokens
+            if left > self.least:
+                self.state = self.step(self.state)  # computes while the new tokens are read
+            for queue, row in zip(waiting, np.asarray(new), strict=True):
+                queue.extend(row[row != NONE].tolist())
+            # Rows with fewer tokens than others hold these up.
+            ready = min(len(queue) for queue, ended in zip(waiting, stopped, strict=True) if not ended)
+            self.made.append(ready)
+            ready = min(ready, left)
+            left -= ready
+            for _ in range(ready):
+                yield tokens_of(np.array([queue.popleft() if queue else 0 for queue in waiting]))
                 if stopped.all():
                     return
 
@@ -275,6 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--system", help="what the model is told before a conversation; by default what its chat template says")
     add("--tokens", type=int, help="how many to generate at most (default 64, and 512 for an answer of --chat)")
     add("--context", type=int, help="places in the cache; by default as many as needed, and 4096 for --chat")
+    add("--draft", help="a smaller model of the same vocabulary: it guesses tokens, which the model checks together")
+    add("--drafted", type=int, default=4, help="how many tokens --draft guesses at a time (default 4)")
     add("--steps", type=int, default=4, help="how many tokens are computed at a time (default 4); more are faster")
     add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     add("--top-k", type=int, default=0, help="chooses among so many; 0 for all")
@@ -289,6 +341,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--scan", action=argparse.BooleanOptionalAction, help=scan)
     add("--random", choices=RANDOM, help="random weights instead of a model; then prompts are numbers")
     run_program(parser, arguments, run, smoke)
+
+
+def _quantized(model: Llama, options: argparse.Namespace) -> Llama:
+    if options.format:
+        model = eqq.quantize_tree(model, options.format)
+    if activations := options.activations or ("int8" if options.fast else None):
+        if not any(map(eqq.is_quantized, jtu.tree_leaves(model, is_leaf=eqq.is_quantized))):
+            raise ValueError("`--activations` and `--fast` are for packed weights. Got floats. Set `--format` too.")
+        model = with_activations(model, activations)
+    return model
 
 
 def run(options: argparse.Namespace) -> list[list[int]]:
@@ -309,12 +371,17 @@ def run(options: argparse.Namespace) -> list[list[int]]:
         stacked = alike if options.scan is None else options.scan
         model, stop = load(checkpoint, options.dtype, stacked=stacked), stop_tokens(checkpoint)
         text = Text() if options.ids else open_text(checkpoint, model.config.vocabulary, options.tokenizer)
-    if options.format:
-        model = eqq.quantize_tree(model, options.format)
-    if activations := options.activations or ("int8" if options.fast else None):
-        if not any(map(eqq.is_quantized, jtu.tree_leaves(model, is_leaf=eqq.is_quantized))):
-            raise ValueError("`--activations` and `--fast` are for packed weights. Got floats. Set `--format` too.")
-        model = with_activations(model, activations)
+    draft = None
+    if options.draft:
+        if mesh is not None or (options.random and options.draft not in RANDOM):
+            raise ValueError(f"`--draft` must be a model, for one device. Got {options.draft}, for {options.mesh}.")
+        if options.random:
+            draft = random_model(options.draft, options.dtype)
+        else:
+            small = eqq.io.open(options.draft)
+            draft = load(small, options.dtype, stacked=layers_are_alike(small, packed=options.format is None))
+        draft = joined(_quantized(draft, options))
+    model = _quantized(model, options)
     # Rows of joined weights belong to different heads, so they cannot be divided by heads.
     model = joined(model) if mesh is None else on_mesh(model, mesh)
     stop = stop if options.stop is None else frozenset(options.stop)
@@ -324,7 +391,7 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     fits = min(needed, model.config.positions) if options.chat else needed
     fits = max(fits, min(_padded(fits), model.config.positions))
     context = fits if options.context is None else options.context
-    generate = Generator(model, context, sampling, options.cache, mesh, options.steps)
+    generate = Generator(model, context, sampling, options.cache, mesh, options.steps, draft, options.drafted)
     check_memory("The cache", generate.cache_nbytes(len(prompts) or 1), "Set `--cache`, or a smaller `--context`.")
     if options.chat:
         conversation = Conversation(generate, text, stop, tokens, options.system, options.seed)
@@ -346,10 +413,11 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     print(text.decode(texts[0]).removeprefix(shown) if alone else "\n---\n".join(map(text.decode, texts)))
 
     # The first token came with the prompt, and the step was compiled for the next ones. Those of a call come together.
-    calls = times[generate.steps :: generate.steps]
-    speed = "-"
-    if len(calls) > 1:
-        speed = f"{len(prompts) * generate.steps * (len(calls) - 1) / (calls[-1] - calls[0]):.1f}"
+    made, speed = generate.made, "-"
+    if len(made) > 2:
+        speed = f"{len(prompts) * sum(made[2:]) / (times[1 + sum(made[:-1])] - times[1 + made[0]]):.1f}"
+    if options.draft and made:
+        speed = f"{np.mean(made):.2f} tokens a call, {np.mean(made) - 1:.2f} of {options.drafted} drafted; {speed}"
     print(
         f"[{speed} tokens/s; first token after {times[0] - loaded:.1f} s; loaded in "
         f"{loaded - began:.1f} s; weights {show_size(eqq.tree_nbytes(model))}, cache of {context:,} tokens "
@@ -382,6 +450,7 @@ def smoke() -> None:
     assert texts(model, both, "int8") == texts(model, both[:1], "int8") + texts(model, both[1:], "int8")
     main(["--random", "tiny", "--format", "nf4", "--tokens", "8", "--temperature", "0.8", "--top-p", "0.9", "5 6 7"])
     main(["--random", "tiny", "--format", "int4", "--fast", "--scan", "--tokens", "8", "5 6 7", "8 9 10 11 12"])
+    main(["--random", "tiny", "--draft", "tiny", "--temperature", "1", "--tokens", "8", "5 6 7", "8 9"])
     main(["--random", "tiny", "--cache", "int4", "--tokens", "8", "5 6 7", "8 9 10 11 12"])
     # A GGUF file alone is enough for a conversation.
     with tempfile.TemporaryDirectory() as folder:

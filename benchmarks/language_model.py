@@ -67,6 +67,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "fp8": {"format": "fp8"},
     "int4": {"format": "int4", "rotate": False},
     "int4, rotated": {"format": "int4", "rotate": True},
+    "iq4_nl, rotated": {"format": "iq4_nl", "rotate": True},
     "int4, keys per channel": {"format": "int4", "per_channel": True},
     "nf4, keys per channel": {"format": "nf4", "per_channel": True},
     "int4 with zero points, keys per channel": {"format": AFFINE, "per_channel": True},

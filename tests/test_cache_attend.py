@@ -22,6 +22,7 @@ CACHES = {
     "int8": {"keys": "int8"},
     "float, window": {"keys": None, "window": 16},
     "int4 rotated": {"keys": "int4", "rotate": True},
+    "iq4_nl rotated": {"keys": "iq4_nl", "rotate": True},
     "int4 per channel": {"keys": eqq.Int4(16), "values": "int8", "per_channel": True, "window": 128},
     "bfloat16": {"keys": None, "dtype": jnp.bfloat16},
     "float16 int8": {"keys": "int8", "dtype": jnp.float16},

@@ -123,10 +123,11 @@ def test_generation(llama, generate, tmp_path):
 @pytest.mark.long
 def test_a_conversation_reads_again_what_rings_have_lost(llama, generate, tmp_path):
     model = llama.load(write_checkpoint("gemma3", tmp_path))
-    one = lambda: generate.Generator(model, 60, generate.Sampling(), steps=2)
+    one = lambda: generate.Generator(model, 60, generate.Sampling(), steps=2, turns=True)
     generator, prompt = one(), [5, 6, 7]
     text = prompt + [ids[0] for ids in generator([prompt], 40)]
     assert generator.kept(41) == 41 and generator.kept(9) == 0
+    assert generate.Generator(model, 60, generate.Sampling()).cache_nbytes(1) < generator.cache_nbytes(1)
     for same in (41, 9):
         kept, ids = generator.kept(same), [*text[:same], 8, 9]
         assert list(generator([ids[kept:]], 6, after=kept)) == list(one()([ids], 6))

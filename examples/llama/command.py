@@ -48,7 +48,7 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--format", help="quantizes the weights that are float: nf4, int4, int8, ...")
     add("--activations", help="quantizes activations of packed weights, for integer products: int8, ...")
-    add("--cache", help="the format of the cache: int8, int4, fp8, nf4, ...; by default floats")
+    add("--cache", help="the format of the cache: int8, iq4_nl, fp8, int4, ...; by default floats")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of floats and activations")
 
 

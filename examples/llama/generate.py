@@ -115,6 +115,7 @@ class Generator:
     """A model, its context, and its two compiled functions: one reads a padded prompt, the other makes `steps` steps.
 
     With `draft`, a smaller model of the same vocabulary, the other function checks `drafted` tokens of it instead.
+    `turns`: whether calls go on `after` earlier ones. Otherwise layers with a window hold no more than that.
 
     A call with hundreds of arrays takes the host a millisecond or two. So each call makes several steps, and the next
     call is started before their tokens are read.
@@ -130,6 +131,7 @@ class Generator:
         steps: int = 4,
         draft: Llama | None = None,
         drafted: int = 4,
+        turns: bool = False,
     ) -> None:
         models = (model,) if draft is None else (model, draft)
         most = min(each.config.positions for each in models)
@@ -154,7 +156,8 @@ class Generator:
 
         def empty(model: Llama, batch: int) -> Cache:
             # A conversation takes back the tokens of two calls at most, unless it drops turns.
-            layout = {"stacked": not isinstance(model.layers, list), "ahead": 2 * new}
+            ahead = 2 * new if turns else 0 if draft is None else new
+            layout = {"stacked": not isinstance(model.layers, list), "ahead": ahead}
             return Cache.empty(model.config, batch, places, model.norm.weight.dtype, format=cache, **layout)
 
         self.empty = lambda batch: tuple(empty(each, batch) for each in models)
@@ -391,7 +394,9 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     fits = min(needed, model.config.positions) if options.chat else needed
     fits = max(fits, min(_padded(fits), model.config.positions))
     context = fits if options.context is None else options.context
-    generate = Generator(model, context, sampling, options.cache, mesh, options.steps, draft, options.drafted)
+    generate = Generator(
+        model, context, sampling, options.cache, mesh, options.steps, draft, options.drafted, options.chat
+    )
     check_memory("The cache", generate.cache_nbytes(len(prompts) or 1), "Set `--cache`, or a smaller `--context`.")
     if options.chat:
         conversation = Conversation(generate, text, stop, tokens, options.system, options.seed)

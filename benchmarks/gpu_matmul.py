@@ -35,7 +35,7 @@ from timing import time_in_turns
 
 import eqquant as eqq
 from eqquant._matmul import dispatch
-from eqquant._matmul.kernels import pallas_gpu
+from eqquant._matmul.kernels.triton import product as pallas_gpu
 from eqquant._matmul.problem import MatmulProblem, TargetDevice
 
 

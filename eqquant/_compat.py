@@ -8,9 +8,8 @@ import importlib
 import importlib.util
 import os
 import sys
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -271,35 +270,29 @@ def compute_capability(context: mlir.LoweringRuleContext) -> float:
         return 9.0
 
 
-def cpu_kernel_refusal(context: mlir.LoweringRuleContext) -> str | None:
-    """Returns why a program for CPU cannot contain native kernels, or `None` if it can."""
-    if _for_export(context):
-        return "an exported program may not call a library that the machine it runs on may lack"
-    return None
-
-
-def gpu_kernel_refusal(context: mlir.LoweringRuleContext) -> str | None:
-    """Returns why a program for GPU cannot contain Pallas-Triton kernels, or `None` if it can.
-
-    JAX does not promise that exported kernels keep running: https://github.com/jax-ml/jax/issues/25196.
-    """
+def pallas_backend(name: str) -> ModuleType | None:
+    """Returns a backend of Pallas, such as `"triton"`, or `None` if JAX does not have it."""
     try:
-        from jax._src.pallas.triton.gpu_info import get_gpu_info  # pyright: ignore[reportMissingImports]
+        return importlib.import_module(f"jax.experimental.pallas.{name}")
     except ImportError:
-        get_gpu_info = None  # before JAX 0.11, kernels need no such information
-    if compute_capability(context) < 8:
-        return f"the device has compute capability {compute_capability(context)}, and kernels need 8.0"
-    if _for_export(context):
-        return "an exported program may not hold kernels for GPUs, which JAX does not promise to keep"
+        return None
+
+
+def pallas_knows_gpu(backend: str) -> bool:
+    """Returns whether a backend of Pallas knows for which GPU JAX compiles now, if it must."""
     try:
-        if get_gpu_info is not None:
-            get_gpu_info()
+        information = importlib.import_module(f"jax._src.pallas.{backend}.gpu_info")
+    except ImportError:
+        return True  # it needs no such information, as before JAX 0.11
+    try:
+        information.get_gpu_info()
     except Exception:  # its type differs between releases
-        return "it is not known which GPU the program is for"
-    return None
+        return False
+    return True
 
 
-def _for_export(context: mlir.LoweringRuleContext) -> bool:
+def is_for_export(context: mlir.LoweringRuleContext) -> bool:
+    """Returns whether a program is exported, perhaps to run on another machine."""
     return getattr(getattr(context.module_context, "lowering_parameters", None), "for_export", False)
 
 
@@ -400,26 +393,3 @@ def current_line() -> Line | None:
         if _is_user_file(code.co_filename) and is_user_filename(code.co_filename):
             return Line(code.co_filename, frame.f_lineno, code.co_name)
     return None
-
-
-def ignore_triton_warning() -> None:
-    """Ignores the deprecation warning of Pallas-Triton, which users cannot act on.
-
-    JAX warns when it lowers a kernel, perhaps in a callback of the compiler, where a context manager has no effect. So
-    call this when a kernel is traced.
-    """
-    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-
-
-def __getattr__(name: str) -> Any:
-    """Returns `pallas_triton`, imported at first use, or `None` once JAX drops it.
-
-    The import takes as long as importing JAX.
-    """
-    if name != "pallas_triton":
-        raise AttributeError(name)
-    try:
-        from jax.experimental.pallas import triton
-    except ImportError:  # pragma: no cover
-        return None
-    return triton

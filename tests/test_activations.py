@@ -176,7 +176,9 @@ def test_few_rows_multiply_the_packed_weight(getkey, monkeypatch, x_format, w_fo
     """Kernels take the values of small floats, which are exact in the few bits that a GPU multiplies."""
     x, w = (eqq.quantize(weights(getkey(), (n, 256)), FORMATS[of]) for n, of in ((4, x_format), (24, w_format)))
     x, w, seen = x.astype(dtype), w.astype(dtype), []
-    kernel = dispatch._wrap_kernel("cuda", interpreted(dispatch._import_pallas_gpu))
+    kernel = dispatch._wrap_kernel(
+        interpreted(ft.partial(dispatch.import_kernel, "triton.product")), dispatch._Needs("cuda")
+    )
     spied = kernel._replace(run=lambda x, *rest: seen.append(x) or kernel.run(x, *rest))
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "pallas_gpu", spied)
     problem, target = describe_matmul(x, w, False, None), TargetDevice("cuda")

@@ -1,6 +1,8 @@
 """The choice of an implementation, with its reasons; and every kernel against the same tests."""
 
 import functools as ft
+import itertools as it
+import sys
 
 import equinox as eqx
 import jax
@@ -11,14 +13,15 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import eqquant as eqq
 from eqquant._matmul import dispatch
-from eqquant._matmul.problem import MatmulProblem, TargetDevice
+from eqquant._matmul.problem import describe_matmul, MatmulProblem, TargetDevice
 from eqquant._native import library as native
 
 from .helpers import assert_close, FORMATS, interpreted, KINDS, NEWEST, weights
 
 
 N, K = 40, 1030  # two segments of four bits or more for every kernel, and a rest
-KERNELS = {"pallas_gpu": dispatch._import_pallas_gpu, "pallas_tpu": dispatch._import_pallas_tpu}
+MODULES = {"pallas_gpu": "triton.product", "pallas_tpu": "pallas_tpu"}
+KERNELS = {name: ft.partial(dispatch.import_kernel, module) for name, module in MODULES.items()}
 NATIVE = native.refusal() is None
 
 
@@ -27,7 +30,7 @@ def kernel(request, monkeypatch):
     """A kernel that runs on the CPU, interpreted unless it is made for it."""
     if request.param == "cpu":
         return "cpu"
-    implementation = dispatch._wrap_kernel("cpu", interpreted(KERNELS[request.param]))
+    implementation = dispatch._wrap_kernel(interpreted(KERNELS[request.param]), dispatch._Needs("cpu"))
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS, request.param, implementation)
     return request.param
 
@@ -349,6 +352,21 @@ def test_refusals(platform, name, changes, why):
     assert told is None if why is None else why in told
 
 
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"capability": 7.5}, "the GPU has compute capability 7.5, and the kernel needs 8.0"),
+        ({"exported": True}, "an exported program may not hold kernels for GPUs"),
+        ({"kernel_refusal": "not of this computer"}, "not of this computer"),
+    ],
+    ids=str,
+)
+def test_what_kernels_need(changes, why):
+    target = TargetDevice("cuda", **changes)
+    name, reason = dispatch.choose(target, PROBLEM, None)
+    assert name == "xla" and f"pallas_gpu would be better, but: {why}" in reason
+
+
 def test_symbolic_rows_take_xla():
     assert dispatch.choose(TargetDevice("cuda"), PROBLEM._replace(m="rows", format=eqq.Int8()), None)[0] == "xla"
     name, why = dispatch.choose(TargetDevice("cpu"), PROBLEM._replace(m="rows"), None)
@@ -418,6 +436,35 @@ def test_explanations_know_the_default_precision():
     with jax.default_matmul_precision("BF16_BF16_F32_X9"):
         told = eqq.explain_matmul(x, q.T, platform="cuda")
     assert told.implementation == "xla" and "the precision is" in told.verdicts["pallas_gpu"]
+
+
+@pytest.fixture
+def no_triton(monkeypatch):
+    """JAX without Pallas-Triton, and this package without its code for it."""
+    for name in [name for name in sys.modules if name.startswith("eqquant._matmul.kernels.triton")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("jax.experimental.pallas.triton", "eqquant._matmul.kernels.triton"):
+        monkeypatch.setitem(sys.modules, name, None)
+    dispatch._warn_of_missing_backend.cache_clear()
+
+
+def test_the_day_jax_drops_triton(getkey, no_triton):
+    """XLA computes every product, and warns once."""
+    target = TargetDevice("cuda", compiles=True)
+    with pytest.warns(
+        UserWarning, match="slow on this device: JAX .* has no `jax.experimental.pallas.triton`"
+    ) as caught:
+        for name, m, transpose in zip(KINDS, it.cycle((1, 3, 16)), it.cycle((False, True)), strict=False):
+            x, q = weights(getkey(), (m, 1024)), eqq.quantize(weights(getkey(), (1024, 1024)), FORMATS[name].format)
+            y = dispatch.run_implementation(x, q, describe_matmul(x, q, transpose, None), target, None)
+            dense = q.dequantize()
+            expected = np.asarray(dense if transpose else dense.T, np.float64)
+            assert_close(y, np.asarray(x, np.float64) @ expected, tol=1e-5)
+    assert len(caught) == 1
+    told = eqq.explain_matmul(jnp.ones((16, 1024)), eqq.quantize(jnp.ones((8, 1024)), "nf4").T, platform="cuda")
+    assert told.implementation == "xla" and "has no `jax.experimental.pallas.triton`" in told.verdicts["pallas_gpu"]
+    with pytest.raises(ValueError, match='has no `jax.experimental.pallas.triton`. Use "xla", or None'):
+        dispatch.choose(target, PROBLEM, "pallas_gpu")
 
 
 def test_a_program_for_an_unknown_gpu_has_no_kernels(getkey):

@@ -11,8 +11,8 @@ import pytest
 import eqquant as eqq
 from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
-from eqquant._matmul.kernels import pallas_gpu, ptx
 from eqquant._matmul.kernels.target import TargetDevice
+from eqquant._matmul.kernels.triton import product as pallas_gpu, ptx
 
 from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, mark_slow, relative_error, weights
 

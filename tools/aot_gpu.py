@@ -124,7 +124,7 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
 
     import eqquant as eqq
     from eqquant._matmul import dispatch
-    from eqquant._matmul.kernels import pallas_gpu
+    from eqquant._matmul.kernels.triton import product as pallas_gpu
     from eqquant._matmul.problem import MatmulProblem, TargetDevice
     from tests.helpers import FORMATS, IN_KERNELS, report
 

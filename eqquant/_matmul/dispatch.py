@@ -6,7 +6,9 @@ kernel takes a `PackedWeight` and the value of each code, so it works for every 
 
 import dataclasses
 import functools as ft
+import importlib
 import math
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, Float32
 
+from .. import _compat
 from .._array.array import QuantizedArray
 from .._array.dequantize import as_scale_bits, as_stored, dequantize_rows, split_row_scale
 from .._formats import Int8
@@ -30,8 +33,40 @@ from .rows import AbstractRows, Activations, StaticRows
 from .selected import SelectedArray
 
 
+class _Needs(NamedTuple):
+    """What an implementation needs, whatever the product."""
+
+    platform: str = ""  # "" for any
+    exported: str | None = None  # why an exported program cannot hold it
+    backend: str = ""  # the backend of Pallas
+    jax: tuple[int, int] = (0, 0)  # the first release of JAX with which it works
+    capabilities: tuple[float, float] = (0.0, math.inf)  # of NVIDIA GPUs: the least, and the first that is too new
+
+    def refusal(self, target: TargetDevice) -> str | None:
+        """Returns what is missing, or `None`."""
+        least, too_new = self.capabilities
+        if self.platform not in ("", target.platform):
+            return f"it is for {self.platform}, and this is {target.platform}"
+        if self.platform and target.kernel_refusal is not None:
+            return target.kernel_refusal
+        if target.exported and self.exported is not None:
+            return self.exported
+        if target.platform == "cuda" and not least <= target.capability < too_new:
+            needed = f"{least}" if too_new == math.inf else f"{least} or newer, and older than {too_new}"
+            return f"the GPU has compute capability {target.capability}, and the kernel needs {needed}"
+        if jax.__version_info__ < self.jax:
+            return f"it needs JAX {self.jax[0]}.{self.jax[1]} or newer, and this is {jax.__version__}"
+        return self.missing_backend()
+
+    def missing_backend(self) -> str | None:
+        """Returns that this release of JAX does not have the backend, or `None` if it has."""
+        if self.backend and _compat.pallas_backend(self.backend) is None:
+            return f"JAX {jax.__version__} has no `jax.experimental.pallas.{self.backend}`"
+        return None
+
+
 class _Implementation(NamedTuple):
-    platforms: tuple[str, ...]  # () for all
+    needs: _Needs
     refusal: Callable[[MatmulProblem, TargetDevice], str | None]  # why it cannot take the product, or `None`
     run: Callable[..., Array]  # takes `x`, `w`, the problem and the target
     # Whether it multiplies the codes of quantized activations. Otherwise it gets their values.
@@ -39,7 +74,7 @@ class _Implementation(NamedTuple):
     reads_stack: bool = False  # whether it reads selected arrays in the stack, without a copy
 
 
-def _wrap_kernel(platform: str, load: Callable[[], ModuleType], *, takes_stored: bool = False) -> _Implementation:
+def _wrap_kernel(load: Callable[[], ModuleType], needs: _Needs, *, takes_stored: bool = False) -> _Implementation:
     """Returns the implementation of a kernel module, which is imported at first use.
 
     The module has the functions `refusal` and `matmul`. `matmul` takes matrices; with `takes_stored` it also takes
@@ -71,13 +106,13 @@ def _wrap_kernel(platform: str, load: Callable[[], ModuleType], *, takes_stored:
         y = jax.vmap(product)(*flat)
         return y.reshape(*batch, *y.shape[1:])
 
-    return _Implementation((platform,), refusal, run, reads_stack=takes_stored)
+    return _Implementation(needs, refusal, run, reads_stack=takes_stored)
 
 
 def _run_xla(x: Any, w: QuantizedArray, problem: MatmulProblem, target: TargetDevice) -> Array:
     operand_type = xla_operand_type(problem, target)
     if operand_type is not None:
-        looped = target.platform == "cpu" and target.kernel_refusal is None
+        looped = target.platform == "cpu" and target.kernel_refusal is None and not target.exported
         x = as_quantized(x)
         y = xla_codes.matmul(
             as_packed_weight(x), as_packed_weight(w), problem.x_layout, problem.layout, operand_type, looped=looped
@@ -144,14 +179,14 @@ def _cpu_int8_refusal(problem: MatmulProblem, target: TargetDevice) -> str | Non
     layout = problem.x_layout
     if layout.kind != "integer" or layout.bits != 8 or not layout.per_channel or not -255 <= layout.lowest <= 0:
         return f"it takes eight-bit integers with one scale for each row of activations, not {problem.activations!r}"
-    return _import_cpu_int8().refusal(problem.layout, problem.m, problem.n, problem.dtype, target=target)
+    return import_kernel("cpu_int8").refusal(problem.layout, problem.m, problem.n, problem.dtype, target=target)
 
 
 def _run_cpu_int8(
     x: Activations, w: QuantizedArray | SelectedArray, problem: MatmulProblem, target: TargetDevice
 ) -> Array:
     del target
-    product = ft.partial(_import_cpu_int8().matmul, layout=problem.layout, column_major=problem.column_major)
+    product = ft.partial(import_kernel("cpu_int8").matmul, layout=problem.layout, column_major=problem.column_major)
     weight = as_stored_weight(w)
     if isinstance(x, AbstractRows) and x.format in _QUANTIZED_IN_KERNEL:
         static = {"x_scale": x.scale, "x_zero": x.zero_point} if isinstance(x, StaticRows) else {}
@@ -182,42 +217,29 @@ def _never_refuse(problem: MatmulProblem, target: TargetDevice) -> None:
     del problem, target
 
 
-# Importing Pallas takes as long as importing JAX, so kernels are imported at first use.
+def import_kernel(name: str) -> ModuleType:
+    """Imports a module of `kernels/`.
+
+    Call it at first use: importing Pallas takes as long as importing JAX.
+    """
+    return importlib.import_module(f".kernels.{name}", __package__)
 
 
-def _import_cpu() -> ModuleType:
-    from .kernels import cpu
-
-    return cpu
-
-
-def _import_cpu_int8() -> ModuleType:
-    from .kernels import cpu_int8
-
-    return cpu_int8
-
-
-def _import_pallas_gpu() -> ModuleType:
-    from .kernels import pallas_gpu
-
-    return pallas_gpu
-
-
-def _import_pallas_tpu() -> ModuleType:
-    from .kernels import pallas_tpu
-
-    return pallas_tpu
-
+_LIBRARY = _Needs("cpu", "an exported program may not call a library that the machine it runs on may lack")
+# https://github.com/jax-ml/jax/issues/25196
+_GPU = _Needs("cuda", "an exported program may not hold kernels for GPUs, which JAX does not promise to keep")
 
 IMPLEMENTATIONS = {
-    "cpu": _wrap_kernel("cpu", _import_cpu, takes_stored=True),
+    "cpu": _wrap_kernel(ft.partial(import_kernel, "cpu"), _LIBRARY, takes_stored=True),
     "cpu_int8": _Implementation(
-        ("cpu",), _cpu_int8_refusal, _run_cpu_int8, multiplies_codes=lambda problem, target: True, reads_stack=True
+        _LIBRARY, _cpu_int8_refusal, _run_cpu_int8, multiplies_codes=lambda problem, target: True, reads_stack=True
     ),
-    "pallas_gpu": _wrap_kernel("cuda", _import_pallas_gpu),
-    "pallas_tpu": _wrap_kernel("tpu", _import_pallas_tpu),
+    "pallas_gpu": _wrap_kernel(
+        ft.partial(import_kernel, "triton.product"), _GPU._replace(backend="triton", capabilities=(8.0, math.inf))
+    ),
+    "pallas_tpu": _wrap_kernel(ft.partial(import_kernel, "pallas_tpu"), _Needs("tpu", backend="tpu")),
     "xla": _Implementation(
-        (), _never_refuse, _run_xla, lambda problem, target: xla_operand_type(problem, target) is not None
+        _Needs(), _never_refuse, _run_xla, lambda problem, target: xla_operand_type(problem, target) is not None
     ),
 }
 
@@ -244,7 +266,7 @@ def _both_integer(problem: MatmulProblem) -> bool:
     return xla_codes.is_integer(problem.x_layout) and xla_codes.is_integer(as_integers(problem.layout)[0])
 
 
-_SLOW = 2**20  # weights of at least so many values warn if there are no native kernels
+_SLOW = 2**20  # weights of at least so many values warn if there are no kernels
 
 # The first preference that applies wins, unless its implementation refuses the product.
 _PREFERENCES = (
@@ -268,6 +290,14 @@ _PREFERENCES = (
 )
 
 
+def _preferences(target: TargetDevice, problem: MatmulProblem) -> list[_Preference]:
+    """Returns the rows of the table that apply, the best first."""
+    rules = [r for r in _PREFERENCES if r.platform in ("", target.platform)]
+    if not isinstance(problem.m, int):  # exported for any number of rows
+        rules = [r for r in rules if r.implementation == "xla"]
+    return [r for r in rules if r.when(problem, target)]
+
+
 def choose(target: TargetDevice, problem: MatmulProblem, forced: str | None) -> tuple[str, str]:
     """Returns the name of the implementation to run, and the reason.
 
@@ -280,10 +310,7 @@ def choose(target: TargetDevice, problem: MatmulProblem, forced: str | None) -> 
         if refusal is not None:
             raise ValueError(f'`implementation={forced!r}` cannot take this product: {refusal}. Use "xla", or None.')
         return forced, "forced"
-    rules = [r for r in _PREFERENCES if r.platform in ("", target.platform)]
-    if not isinstance(problem.m, int):  # exported for any number of rows
-        rules = [r for r in rules if r.implementation == "xla"]
-    preferred = [r for r in rules if r.when(problem, target)]
+    preferred = _preferences(target, problem)
     refusals = [find_refusal(target, problem, rule.implementation) for rule in preferred]
     accepted = refusals.index(None)
     if accepted > 0:
@@ -301,9 +328,8 @@ def run_implementation(
     name, _ = choose(target, problem, forced)
     implementation = IMPLEMENTATIONS[name]
     size = problem.n * problem.k  # unknown in some exported programs
-    is_slow = forced is None and isinstance(size, int) and size >= _SLOW
-    if is_slow and find_refusal(target, problem, "cpu") == library.MISSING:
-        library.warn_of_slow_products()
+    if forced is None and isinstance(size, int) and size >= _SLOW:
+        _warn_of_missing_kernels(target, problem)
     if isinstance(w, SelectedArray) and not implementation.reads_stack:
         if w.index.size > w.stack.shape[0]:
             return _multiply_in_loop(x, w, problem, target, name)
@@ -319,6 +345,22 @@ def run_implementation(
     if factor is not None:
         y = y.astype(jnp.float32) * jnp.broadcast_to(factor, y.shape)
     return y.astype(problem.dtype)
+
+
+def _warn_of_missing_kernels(target: TargetDevice, problem: MatmulProblem) -> None:
+    """Warns, once in a process, if XLA computes a product for lack of a kernel."""
+    if find_refusal(target, problem, "cpu") == library.MISSING:
+        library.warn_of_slow_products()
+    best = _preferences(target, problem)[0].implementation
+    missing = IMPLEMENTATIONS[best].needs.missing_backend()
+    if missing is not None and find_refusal(target, problem, best) == missing:
+        _warn_of_missing_backend(missing)
+
+
+@ft.cache
+def _warn_of_missing_backend(missing: str) -> None:
+    remedy = "Install a release of JAX that has it."
+    warnings.warn(f"Products with quantized weights are slow on this device: {missing}. {remedy}", stacklevel=2)
 
 
 def _multiply_in_loop(x: Any, w: SelectedArray, problem: MatmulProblem, target: TargetDevice, name: str) -> Array:
@@ -344,14 +386,12 @@ def find_refusal(target: TargetDevice, problem: MatmulProblem, name: str) -> str
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"`implementation` must be one of {', '.join(IMPLEMENTATIONS)}, or None. Got {name!r}.")
     implementation = IMPLEMENTATIONS[name]
-    if implementation.platforms and target.platform not in implementation.platforms:
-        return f"it is for {', '.join(implementation.platforms)}, and this is {target.platform}"
-    if implementation.platforms and target.kernel_refusal is not None:
-        return target.kernel_refusal
-    if implementation.platforms and not isinstance(problem.m, int):
+    if (missing := implementation.needs.refusal(target)) is not None:
+        return missing
+    is_kernel, layout = bool(implementation.needs.platform), problem.layout
+    if is_kernel and not isinstance(problem.m, int):
         return "the number of rows is symbolic"
-    layout = problem.layout
-    if implementation.platforms and layout.has_vectors and (target.platform != "cpu" or not layout.table):
+    if is_kernel and layout.has_vectors and (target.platform != "cpu" or not layout.table):
         return f"it looks each code up in a table, and a code of {problem.format!r} stands for several values"
     multiplies_codes = implementation.multiplies_codes(problem, target)
     return implementation.refusal(problem if multiplies_codes else decode_activations(problem, target), target)

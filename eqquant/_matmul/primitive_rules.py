@@ -72,8 +72,7 @@ def _compute(
 
 def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.Value]:
     num_devices, x_tree = _compat.num_devices(context), params["x_tree"]
-    find_reason = {"cpu": _compat.cpu_kernel_refusal, "cuda": _compat.gpu_kernel_refusal}.get(platform, lambda _: None)
-    kernel_refusal = find_reason(context)
+    kernel_refusal = None
     if platform == "tpu" and num_devices > 1:
         # The TPU compiler does not support `custom_partitioning` (https://github.com/jax-ml/jax/issues/38196), and does
         # not partition kernels. It can partition the operations of `xla`.
@@ -85,7 +84,8 @@ def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **pa
     if _compat.is_partly_manual(context):
         # The compiler would gather the operands of a kernel, and every device would compute the whole product.
         kernel_refusal = "in a `shard_map` over some axes of a mesh the compiler divides the product along the others"
-    target = TargetDevice(platform, _compat.device_kind(context), _compat.compute_capability(context), kernel_refusal)
+    device, capability = _compat.device_kind(context), _compat.compute_capability(context)
+    target = TargetDevice(platform, device, capability, kernel_refusal, _compat.is_for_export(context), compiles=True)
     run = ft.partial(_compute, target, num_devices=num_devices)
     return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 

@@ -18,7 +18,7 @@ def lower_on_cpu(primitive: Primitive, native: Callable[..., Array], by_xla: Cal
 
     def lower(context: mlir.LoweringRuleContext, *args: object, **params: object) -> Sequence[mlir.Value]:
         alone = _compat.num_devices(context) == 1 and not _compat.is_partly_manual(context)
-        function = native if alone and _compat.cpu_kernel_refusal(context) is None else by_xla
+        function = native if alone and not _compat.is_for_export(context) else by_xla
         return mlir.lower_fun(function, multiple_results=False)(context, *args, **params)
 
     _compat.lower_with_devices(primitive)

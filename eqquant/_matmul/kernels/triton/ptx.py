@@ -18,10 +18,10 @@ Triton cannot express the first three, so they are inline assembly. Pallas canno
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, DTypeLike, Float, Int32, UInt8
 
-from ..._compat import pallas_triton as plt
-from ..._native.weight import Layout
+from ...._native.weight import Layout
 
 
 def lookup_asm(bits: int, plane: int) -> str:

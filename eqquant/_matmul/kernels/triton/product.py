@@ -19,23 +19,24 @@ different scales, so it scales weights before it multiplies.
 
 import functools as ft
 import math
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 from jax.lax import PrecisionLike
 from jaxtyping import Array, DTypeLike, Float, Float32
 
-from ... import _compat
-from ..._compat import pallas_triton as plgpu
-from ..._native.weight import Layout
-from ..._numerics import packing
-from .packed import alignment_refusal, decode_scale, PackedWeight, pallas_refusal
+from .... import _compat
+from ...._native.weight import Layout
+from ...._numerics import packing
+from ..packed import alignment_refusal, decode_scale, PackedWeight, pallas_refusal
+from ..target import TargetDevice
+from ..xla import add_remainder
 from .ptx import decode, load_table, make_table, multiply_add, multiply_pairs, Table
-from .target import TargetDevice
-from .xla import add_remainder
 
 
 class Config(NamedTuple):
@@ -123,8 +124,8 @@ def refusal(
 ) -> str | None:
     """Returns why the kernel cannot take the product, or `None` if it can."""
     del transpose, precision
-    if plgpu is None:
-        return "this release of JAX has no Pallas-Triton"
+    if target.compiles and target.platform == "cuda" and not _compat.pallas_knows_gpu("triton"):
+        return "it is not known which GPU the program is for"
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"activations are {jnp.dtype(dtype)}; it takes bfloat16, float16 and float32"
     small_floats = layout.kind.startswith("float8") or layout.scale in ("e4m3", "e5m2")
@@ -390,7 +391,9 @@ def matmul(
     - `target`: the device, which selects the tuned configuration; `config` overrides it.
     - `interpret`: runs on any device, slowly.
     """
-    _compat.ignore_triton_warning()
+    # Users cannot act on this warning. JAX gives it when it lowers the kernel, perhaps in a callback of the compiler,
+    # where a context manager has no effect.
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     dot_precision = jax.lax.Precision.HIGHEST if precision == "highest" else None
     m, n, body = x.shape[0], weight.codes.shape[0], _kernel_length(layout)
     # Float16 might not hold a weight times a large or small factor, so do not scale weights: tile as for few rows.

@@ -367,6 +367,17 @@ def test_what_kernels_need(changes, why):
     assert name == "xla" and f"pallas_gpu would be better, but: {why}" in reason
 
 
+@pytest.mark.parametrize("capability", [8.9, 9.0, 10.0, 12.0])
+def test_the_kernel_for_hopper(monkeypatch, capability):
+    """It is for one generation of GPUs, and for JAX that has what it calls."""
+    refusal = ft.partial(dispatch.find_refusal, TargetDevice("cuda", capability=capability), PROBLEM, "mosaic_gpu")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    needs = "it needs JAX 0.12" if capability == 9 else "and the kernel needs 9.0 or newer, and older than 10.0"
+    assert needs in refusal()
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert NEWEST is False or (refusal() is None) == (capability == 9)
+
+
 def test_symbolic_rows_take_xla():
     assert dispatch.choose(TargetDevice("cuda"), PROBLEM._replace(m="rows", format=eqq.Int8()), None)[0] == "xla"
     name, why = dispatch.choose(TargetDevice("cpu"), PROBLEM._replace(m="rows"), None)
@@ -397,7 +408,9 @@ def test_a_forced_implementation():
     assert dispatch.choose(TargetDevice("cuda"), PROBLEM._replace(m=4096), "pallas_gpu")[0] == "pallas_gpu"
     with pytest.raises(ValueError, match="cannot take this product: it is for tpu, and this is cuda"):
         dispatch.choose(TargetDevice("cuda"), PROBLEM, "pallas_tpu")
-    with pytest.raises(ValueError, match="one of cpu, cpu_int8, pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"):
+    with pytest.raises(
+        ValueError, match="one of cpu, cpu_int8, mosaic_gpu, pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"
+    ):
         dispatch.choose(TargetDevice("cuda"), PROBLEM, "fast")
     for format in (eqq.MXFP8(), eqq.NVFP4()):  # the weights, or their scales
         small = PROBLEM._replace(format=format)

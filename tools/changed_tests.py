@@ -59,6 +59,7 @@ TESTS = {
     "_formats": NUMERICS,
     "kernels/pallas_tpu": PALLAS_TPU,
     "kernels/vpu": PALLAS_TPU,
+    "kernels/mosaic": "test_mosaic_gpu.py --every 10",
     "kernels/triton": "test_pallas_gpu.py --every 10",
     "kernels/packed": "test_xla_cpu.py test_dispatch.py -k 'format or length or pref or forced or on_gpu' --every 6",
     "kernels/xla_cpu": "test_xla_cpu.py test_dispatch.py -k 'xla_cpu or pref'",

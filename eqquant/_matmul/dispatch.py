@@ -234,6 +234,10 @@ IMPLEMENTATIONS = {
     "cpu_int8": _Implementation(
         _LIBRARY, _cpu_int8_refusal, _run_cpu_int8, multiplies_codes=lambda problem, target: True, reads_stack=True
     ),
+    "mosaic_gpu": _wrap_kernel(
+        ft.partial(import_kernel, "mosaic_gpu"),
+        _GPU._replace(backend="mosaic_gpu", jax=(0, 12), capabilities=(9.0, 10.0)),
+    ),
     "pallas_gpu": _wrap_kernel(
         ft.partial(import_kernel, "triton.product"), _GPU._replace(backend="triton", capabilities=(8.0, math.inf))
     ),

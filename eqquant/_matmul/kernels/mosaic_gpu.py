@@ -1,0 +1,293 @@
+"""`mosaic_gpu`: the quantized matmul for Hopper GPUs, in Pallas-Mosaic.
+
+It never writes the dense weight to memory.
+
+    y(n, m) = sum_blocks scale(n, block) * (table[codes(n, block)] . x(m, block)^T)
+
+The weight is the left operand: `wgmma` takes only that one from registers, and allows as few as 8 rows of `x`. In each
+program, one warpgroup loads tiles of packed codes and of `x` to shared memory, by TMA, a few steps ahead. Two others
+decode 64 rows of the weight each, in registers, and multiply.
+
+A step is one or two packed segments (`packing.py`) of each row: 64 bytes each, whose codes in one plane are 64
+consecutive columns. With few rows of `x`, it scales the product of each block, in float32. With more rows, or blocks of
+16 and 32, it is cheaper to scale weights, in the dtype of `x`.
+"""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, DTypeLike, Float, Float32
+
+from ... import _compat
+from ..._native.weight import Layout
+from ..._numerics import packing
+from .mosaic_decode import decode, make_pairs, needs_pairs
+from .packed import alignment_refusal, decode_scale, PackedWeight, pallas_refusal
+from .target import TargetDevice
+
+
+plgpu: Any = _compat.pallas_backend("mosaic_gpu")  # whose types differ between releases
+Ref = Any
+_ROWS = 64  # of the weight, for each warpgroup: as many as `wgmma` multiplies
+_TILE_N = 2 * _ROWS  # of each program, with two warpgroups that compute
+_SMS = 132  # the streaming multiprocessors of an H100
+_SHARED = 160 * 1024  # bytes for the tiles of all steps that are loaded ahead
+_LAYOUT = plgpu.Layout.WGMMA
+
+
+class Config(NamedTuple):
+    """The tiling of a product: each program computes `128 * tile_m` results.
+
+    It loads `segments` of the rows at a time, and `stages` times ahead. `parts` programs share each sum (split-K).
+    `scale_weights` scales weights instead of the products of blocks.
+    """
+
+    tile_m: int
+    segments: int
+    stages: int
+    parts: int
+    scale_weights: bool
+
+
+def tune(layout: Layout, m: int, n: int, dtype: DTypeLike) -> Config:
+    """Returns the configuration for `m` rows of `x` and `n` rows of the weight."""
+    tile_m = min(max(8, 1 << (m - 1).bit_length()), 128 if layout.planes <= 2 else 64 // layout.planes * 4)
+    count = layout.length // _segment(layout)
+    segments = 2 if tile_m <= 32 and count % 2 == 0 else 1
+    step_bytes = segments * packing.PLANE * (_TILE_N + 2 * tile_m * layout.planes)
+    steps, tiles = count // segments, pl.cdiv(n, _TILE_N) * pl.cdiv(m, tile_m)
+    parts = 1
+    while steps % (2 * parts) == 0 and steps // parts >= 8 and 2 * parts * tiles <= _SMS:
+        parts *= 2
+    many_rows = tile_m >= 64 and _holds_weights(layout, dtype)
+    scale_weights = not layout.per_channel and (many_rows or layout.block_size < packing.PLANE)
+    return Config(tile_m, segments, min(8, _SHARED // step_bytes, steps // parts), parts, scale_weights)
+
+
+def refusal(
+    layout: Layout, m: int, n: int, dtype: DTypeLike, *, transpose: bool, precision: str, target: TargetDevice
+) -> str | None:
+    """Returns why the kernel cannot take the product, or `None` if it can."""
+    del precision, target
+    if transpose:
+        return "it sums along the blocks of the weight, and this product sums across them"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"activations are {jnp.dtype(dtype)}; it takes bfloat16 and float16"
+    if pallas_refusal(layout) is not None:
+        return pallas_refusal(layout)
+    if layout.bits == 8 and layout.kind == "table":
+        return "256 values are too many for a table in registers"
+    if layout.zero_points and layout.kind != "integer":
+        return "the format has zero points, but its codes are not integers"
+    if m == 0 or n < _TILE_N or n % 8 != 0:
+        return f"the weight has {n} rows; it takes a multiple of 8, {_TILE_N} or more"
+    if layout.length % _segment(layout) != 0 or layout.length == 0:
+        return f"rows of {layout.length} are not whole segments of {_segment(layout)} codes"
+    if layout.block_size < packing.PLANE and not _holds_weights(layout, dtype):
+        return "float16 might not hold the weights, which blocks of less than 64 must scale"
+    return alignment_refusal(layout)
+
+
+def _holds_weights(layout: Layout, dtype: DTypeLike) -> bool:
+    """Returns whether `dtype` holds weights times the factor that stretches the table."""
+    return dtype != jnp.float16 or 1 <= layout.stretch(dtype) < 2
+
+
+def _segment(layout: Layout) -> int:
+    return packing.PLANE * layout.planes
+
+
+def _stretched(layout: Layout, dtype: DTypeLike) -> Layout:
+    """Returns the layout with the table of the kernel: stretched, and rounded to `dtype`."""
+    if layout.kind != "table":
+        return layout
+    table = (np.asarray(layout.table) * layout.stretch(dtype)).astype(dtype)
+    return layout._replace(table=tuple(table.astype(np.float64).tolist()))
+
+
+class _Operands(NamedTuple):
+    """Values of the weight, in registers, and a tile of `x`, in shared memory."""
+
+    values: Float[Array, "rows run"]
+    x: Ref  # `(m, run)`
+
+    def start(self, acc: Ref) -> None:
+        """Starts to add the product to `acc`."""
+        plgpu.wgmma(acc, self.values, self.x.transpose((1, 0)))
+
+    def interpret(self) -> Float32[Array, "rows m"]:
+        """Returns the product. Pallas does not interpret `wgmma` with an operand in registers."""
+        return jax.lax.dot_general(
+            self.values, self.x[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+
+def _multiply_each(operands: Sequence[_Operands], interpret: bool) -> list[Float32[Array, "rows m"]]:
+    """Returns the product of each pair of operands."""
+    if interpret:
+        return [pair.interpret() for pair in operands]
+
+    def run(*accs: Ref) -> list[Array]:
+        for pair, acc in zip(operands, accs, strict=True):
+            pair.start(acc)
+        return [acc[...] for acc in accs]
+
+    return pl.run_scoped(run, *(plgpu.ACC((_ROWS, pair.x.shape[0])) for pair in operands))
+
+
+def _add_products(
+    total: Float32[Array, "rows m"], operands: Sequence[_Operands], interpret: bool
+) -> Float32[Array, "rows m"]:
+    """Returns `total` and the products of all pairs of operands, in one sum."""
+    if interpret:
+        return sum((pair.interpret() for pair in operands), start=total)
+
+    def run(acc: Ref) -> None:
+        for pair in operands:
+            pair.start(acc)
+
+    return pl.run_state(run)(plgpu.ACC.init(total))
+
+
+def _kernel(*refs: Ref, layout: Layout, config: Config, dtype: DTypeLike, interpret: bool) -> None:
+    """Computes a tile of `y(part, n, m)`: a part of the sum over `k`."""
+    x, codes, scale, *rest = refs
+    zero_points = rest.pop(0) if layout.zero_points else None
+    pairs, y, pairs_smem, barrier = rest if len(rest) > 1 else (None, *rest, None, None)
+    tile, m_tile, part = (jax.lax.axis_index(name) for name in ("n", "m", "part"))
+    warpgroup = jax.lax.axis_index("warpgroup")
+    steps, planes = layout.length // _segment(layout) // config.segments // config.parts, layout.planes
+    run = min(packing.PLANE, layout.block_size)
+    # The last tile begins early enough to be whole, so that no load needs a mask.
+    first = jnp.minimum(tile * _TILE_N, codes.shape[0] - _TILE_N)
+    rows = pl.ds(first + warpgroup * _ROWS, _ROWS)
+
+    def load_row(ref: Ref, column: Array) -> Array:
+        block = jax.lax.div(column, jnp.int32(layout.block_size))
+        return plgpu.load(ref.at[rows, block], layout=_LAYOUT.reduce(1), optimized=False)
+
+    def broadcast(a: Array, columns: int) -> Array:
+        return jax.lax.broadcast_in_dim(a, (_ROWS, columns), (0,))
+
+    def multiply_step(indices: tuple[Array], codes_smem: Ref, x_smem: Ref, total: Array) -> Array:
+        step = part * steps + indices[0]
+        for segment in range(config.segments):
+            begin = segment * packing.PLANE
+            packed = codes_smem.at[pl.ds(warpgroup * _ROWS, _ROWS), pl.ds(begin, packing.PLANE)]
+            # Threads read four bytes at a time, and then exchange pairs.
+            bytes_ = plgpu.layout_cast(plgpu.load(packed, layout=plgpu.Layout.WGMMA_UPCAST_2X), _LAYOUT)
+            operands, sum_scales = [], []
+            for plane, values in enumerate(decode(bytes_, pairs_smem, layout, dtype, interpret)):
+                offset = (segment * planes + plane) * packing.PLANE
+                begin = step * (config.segments * planes * packing.PLANE) + offset
+                columns = [begin + jnp.int32(i) for i in range(0, packing.PLANE, run)]
+                if zero_points is not None:
+                    zero = [load_row(zero_points, column).astype(dtype) for column in columns]
+                    values = values - _join([broadcast(z, run) for z in zero])
+                scales = [] if layout.per_channel else [decode_scale(load_row(scale, c), layout.scale) for c in columns]
+                if config.scale_weights:
+                    wide = dtype if dtype == jnp.bfloat16 else jnp.float32  # float16 might not hold scales
+                    factors = _join([broadcast(s.astype(wide), run) for s in scales])
+                    values = (values.astype(wide) * factors).astype(dtype)
+                sum_scales += scales
+                operands.append(_Operands(values, x_smem.at[:, pl.ds(offset, packing.PLANE)]))
+            if config.scale_weights or layout.per_channel:
+                total = _add_products(total, operands, interpret)
+            else:
+                for product, s in zip(_multiply_each(operands, interpret), sum_scales, strict=True):
+                    total = total + product * broadcast(s, config.tile_m)
+        plgpu.commit_smem()  # orders the reads of codes before the next load by TMA to the same place
+        return total
+
+    if pairs is not None:
+        pl.when(warpgroup == 0)(ft.partial(plgpu.copy_gmem_to_smem, pairs, pairs_smem, barrier))
+
+    def compute(run_pipeline: Callable[[Array], Array]) -> None:
+        if pairs is not None:
+            plgpu.barrier_wait(barrier)
+        total = run_pipeline(plgpu.layout_cast(jnp.zeros((_ROWS, config.tile_m), jnp.float32), _LAYOUT))
+        out = pl.ds(tile * _TILE_N + warpgroup * _ROWS, _ROWS), pl.ds(m_tile * config.tile_m, config.tile_m)
+        y[part, *out] = total
+
+    code_bytes, columns = config.segments * packing.PLANE, config.segments * planes * packing.PLANE
+    swizzle = lambda nbytes, count: (plgpu.TilingTransform((8, count)), plgpu.SwizzleTransform(nbytes))
+    plgpu.emit_pipeline_warp_specialized(
+        multiply_step,
+        grid=(steps,),
+        memory_registers=40,
+        in_specs=[
+            plgpu.BlockSpec((_TILE_N, code_bytes), lambda k: (0, part * steps + k), transforms=swizzle(64, 64)),
+            plgpu.BlockSpec(
+                (config.tile_m, columns), lambda k: (m_tile, part * steps + k), transforms=swizzle(128, 64)
+            ),
+        ],
+        wg_axis="warpgroup",
+        num_compute_wgs=2,
+        max_concurrent_steps=config.stages,
+        compute_context=compute,
+    )(codes.at[pl.ds(first, _TILE_N)], x)
+
+
+def _join(parts: Sequence[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def matmul(
+    x: Float[Array, "m inner"],
+    weight: PackedWeight,
+    layout: Layout,
+    *,
+    transpose: bool,
+    precision: str,
+    target: TargetDevice = TargetDevice("cuda"),
+    config: Config | None = None,
+    interpret: Any = False,
+) -> Float[Array, "m outer"]:
+    """Computes `x(m, k) . w(n, k)^T`.
+
+    Needs operands for which `refusal` returns `None`.
+
+    **Arguments:**
+
+    - `x`: bfloat16 or float16.
+    - `weight`, `layout`: the weight, of `n` rows.
+    - `config`: overrides the tiling.
+    - `interpret`: runs on any device, slowly; parameters may ask for the detection of races.
+    """
+    del transpose, precision, target
+    m, n = x.shape[0], weight.codes.shape[0]
+    config = config or tune(layout, m, n, x.dtype)
+    tiles, m_tiles = pl.cdiv(n, _TILE_N), pl.cdiv(m, config.tile_m)
+    stretched = _stretched(layout, x.dtype)
+    padded = jnp.pad(x, ((0, m_tiles * config.tile_m - m), (0, 0)))
+    operands = [padded, weight.codes, weight.scale, *([] if weight.zero_point is None else [weight.zero_point])]
+    scratch = []
+    if needs_pairs(layout):
+        operands.append(jnp.asarray(pairs := make_pairs(stretched, x.dtype)))
+        scratch = [plgpu.SMEM(pairs.shape, pairs.dtype), plgpu.Barrier()]
+    y = plgpu.kernel(
+        ft.partial(_kernel, layout=stretched, config=config, dtype=x.dtype, interpret=bool(interpret)),
+        out_type=_compat.result_like(x, (config.parts, tiles * _TILE_N, m_tiles * config.tile_m), jnp.float32),
+        scratch_types=scratch,
+        grid=(tiles, m_tiles, config.parts),
+        grid_names=("n", "m", "part"),
+        num_threads=3,
+        thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
+        kernel_name="quantized_matmul",
+    )(*operands)
+    y = jnp.sum(y, axis=0)
+    last = n - (tiles - 1) * _TILE_N  # rows of the last tile that are not in the one before
+    y = jnp.concatenate([y[: (tiles - 1) * _TILE_N], y[tiles * _TILE_N - last :]])[:, :m].T
+    factors = [decode_scale(weight.scale[:, 0], layout.scale)] if layout.per_channel else []
+    factors += [weight.row_scale[:, 0]] if weight.row_scale is not None else []
+    for factor in factors:
+        y = y * factor[None, :]
+    stretch = layout.stretch(x.dtype)
+    y = y / stretch if stretch != 1 else y
+    return y.astype(x.dtype)

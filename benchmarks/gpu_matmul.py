@@ -6,8 +6,9 @@ weight that do not fit together. Times are of the GPU, from the profiler, and me
 operation of a call to the end of its last, such as the sum over parts. While it profiles, XLA launches operations one
 by one, without command buffers.
 
-`--tune` tries configurations and prints rows for `_CONFIGS` in `eqquant/_matmul/kernels/pallas_gpu.py`. `--smoke` tests
-the script on any machine: tiny sizes, interpreted, with meaningless times.
+`--docs` times what the tables of `docs/gpu_tpu.md` show, and prints them. `--tune` tries configurations and prints rows
+for `_CONFIGS` in `eqquant/_matmul/kernels/triton/product.py`. `--smoke` tests the script on any machine: tiny sizes,
+interpreted, with meaningless times.
 """
 
 import argparse
@@ -48,6 +49,7 @@ FORMATS = {
     "Int8 per channel": eqq.Int8(),
     "Int8 in blocks of 128": eqq.Int8(block_size=128),
     "Ternary": eqq.Ternary(),
+    "Ternary in blocks of 64": eqq.Ternary(block_size=64),
     "MXFP4": eqq.MXFP4(),
 }
 CHECKED = {
@@ -56,7 +58,7 @@ CHECKED = {
         repr(f): f
         for f in (
             *(eqq.Int4(symmetric=False), eqq.Int4(block_size=128), eqq.Int4(block_size=None), eqq.Int2()),
-            *(eqq.Int2(symmetric=False), eqq.Ternary(block_size=64), eqq.Binary(), eqq.Binary(block_size=64)),
+            *(eqq.Int2(symmetric=False), eqq.Binary(), eqq.Binary(block_size=64)),
             *(
                 eqq.Int8(symmetric=False),
                 eqq.FP8(),
@@ -70,6 +72,9 @@ CHECKED = {
         )
     },
 }
+DOCS_ROWS = (1, 16, 64, 128, 256, 512, 2048)
+DOCS_FORMATS = ("NF4", "Int4", "Int8 in blocks of 128", "MXFP4", "Ternary in blocks of 64")
+MODULES = {"pallas_gpu": "triton.product", "mosaic_gpu": "mosaic_gpu"}
 COPIES_BYTES = 256 * 2**20  # the copies of a weight take at least this together: several times an L2 cache
 console = Console(width=130)
 
@@ -117,12 +122,25 @@ def relative_error(y: Any, x: Any, dense: np.ndarray, transpose: bool) -> float:
     return float(np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected))
 
 
+def is_taken(kernel: str, m: int, n: int, k: int, dtype: Any, format: Any, transpose: bool = False) -> bool:
+    """Whether a kernel takes a product on this device."""
+    capability = float(getattr(jax.devices()[0], "compute_capability", 9.0))
+    problem = MatmulProblem(m, n, k, jnp.dtype(dtype), format, transpose)
+    return dispatch.find_refusal(TargetDevice("cuda", capability=capability), problem, kernel) is None
+
+
 def run_kernel(
-    x: Any, q: Any, transpose: bool, options: MeasureOptions, precision: str = "default", config: Any = None
+    x: Any,
+    q: Any,
+    transpose: bool,
+    options: MeasureOptions,
+    precision: str = "default",
+    config: Any = None,
+    kernel: str = "pallas_gpu",
 ) -> Any:
     layout = MatmulProblem(*(x.shape[0], *q.shape), x.dtype, q.format, transpose).layout
     run = ft.partial(
-        pallas_gpu.matmul,
+        dispatch.import_kernel(MODULES[kernel]).matmul,
         layout=layout,
         transpose=transpose,
         precision=precision,
@@ -134,34 +152,42 @@ def run_kernel(
 
 
 def check(options: MeasureOptions) -> bool:
-    """Checks each format, product and dtype, with ragged sizes, at rows that select each configuration."""
-    n, k = (72, 600) if options.interpret else (1000, 4196)
-    rows = (1, 7) if options.interpret else (1, 7, 16, 32, 64, 128, 300)
+    """Checks each kernel, format, product and dtype, with ragged sizes, at rows that select each configuration."""
+    # `mosaic_gpu` takes whole segments: 512 codes of one bit.
+    sizes = {"pallas_gpu": (1000, 4196), "mosaic_gpu": (1000, 4096)}
+    rows = (1, 7, 16, 32, 64, 128, 300)
+    if options.interpret:
+        sizes, rows = {"pallas_gpu": (72, 600), "mosaic_gpu": (136, 512)}, (1, 7)
     # Errors of float32 sums grow at most with the root of their length: 4196 ** 0.5 * 2**-24 is 4e-6.
     tolerance = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 4e-6}
-    title = f"W({n}, {k}): the largest relative error, against float64"
-    table = Table("format", "cases", "", *tolerance, title=title)
-    formats = dict(it.islice(CHECKED.items(), 2)) if options.interpret else CHECKED
-    quantized = {name: eqq.quantize(jr.normal(jr.key(0), (n, k)), format) for name, format in formats.items()}
-    products: dict[Hashable, TimedProduct] = {}
-    for case in it.product(formats, tolerance, rows, (False, True)):
-        name, dtype, m, transpose = case
-        x = jr.normal(jr.key(1), (m, n if transpose else k)).astype(dtype)
-        function = ft.partial(run_kernel, transpose=transpose, options=options, precision="highest")
-        products[case] = TimedProduct(function, x, [quantized[name]])
-    compiled = compile_all(products)
-    right = len(compiled) == len(products)
-    for name in formats:
-        dense, worst = np.asarray(quantized[name].dequantize(), np.float64), dict.fromkeys(tolerance, 0.0)
-        for case in [case for case in compiled if case[0] == name]:
-            _, dtype, _, transpose = case
-            y = compiled[case](products[case].x, quantized[name])
-            worst[dtype] = max(worst[dtype], relative_error(y, products[case].x, dense, transpose))
-        bad = any(not worst[dtype] < limit for dtype, limit in tolerance.items())
-        right = right and not bad
-        cells = [f"{worst[dtype]:.1e}" for dtype in tolerance]
-        table.add_row(name, str(2 * len(tolerance) * len(rows)), "[red]too large" if bad else "passes", *cells)
-    console.print(table)
+    right = True
+    for kernel, (n, k) in sizes.items():
+        title = f"{kernel}, W({n}, {k}): the largest relative error, against float64"
+        table = Table("format", "cases", "", *tolerance, title=title)
+        formats = dict(it.islice(CHECKED.items(), 2)) if options.interpret else CHECKED
+        quantized = {name: eqq.quantize(jr.normal(jr.key(0), (n, k)), format) for name, format in formats.items()}
+        products: dict[Hashable, TimedProduct] = {}
+        for case in it.product(formats, tolerance, rows, (False, True)):
+            name, dtype, m, transpose = case
+            if not is_taken(kernel, m, n, k, dtype, formats[name], transpose):
+                continue
+            x = jr.normal(jr.key(1), (m, n if transpose else k)).astype(dtype)
+            run = ft.partial(run_kernel, transpose=transpose, options=options, precision="highest", kernel=kernel)
+            products[case] = TimedProduct(run, x, [quantized[name]])
+        compiled = compile_all(products)
+        right = right and len(compiled) == len(products)
+        for name in formats:
+            dense, worst = np.asarray(quantized[name].dequantize(), np.float64), dict.fromkeys(tolerance, 0.0)
+            cases = [case for case in compiled if case[0] == name]
+            for case in cases:
+                _, dtype, _, transpose = case
+                y = compiled[case](products[case].x, quantized[name])
+                worst[dtype] = max(worst[dtype], relative_error(y, products[case].x, dense, transpose))
+            bad = any(not worst[dtype] < limit for dtype, limit in tolerance.items())
+            right = right and not bad
+            cells = [f"{worst[dtype]:.1e}" for dtype in tolerance]
+            table.add_row(name, str(len(cases)), "[red]too large" if bad else "passes", *cells)
+        console.print(table)
     return right
 
 
@@ -225,7 +251,9 @@ def xla_product(x: Any, q: Any) -> Any:
     return eqq.matmul(x, q.T, implementation="xla")
 
 
-def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: MeasureOptions) -> None:
+def benchmark(
+    shapes: Any, rows: Any, formats: dict[str, Any], options: MeasureOptions, *, document: bool = False
+) -> None:
     for k, n in shapes:
         float_weight = jr.normal(jr.key(0), (n, k), jnp.bfloat16)
         dense = [float_weight + jnp.bfloat16(i) for i in range(make_copies(float_weight.nbytes, options))]
@@ -237,28 +265,46 @@ def benchmark(shapes: Any, rows: Any, formats: dict[str, Any], options: MeasureO
         for m in rows:
             x = jr.normal(jr.key(1), (m, k), jnp.bfloat16)
             products[m, "cuBLAS"] = TimedProduct(dense_product, x, dense)
-            for name in formats:
-                kernel = ft.partial(run_kernel, transpose=False, options=options)
-                products[m, name, "kernel"] = TimedProduct(kernel, x, weights[name])
-                products[m, name, "XLA"] = TimedProduct(xla_product, x, weights[name])
+            for name, format in formats.items():
+                for kernel in MODULES:
+                    if is_taken(kernel, m, n, k, jnp.bfloat16, format):
+                        run = ft.partial(run_kernel, transpose=False, options=options, kernel=kernel)
+                        products[m, name, kernel] = TimedProduct(run, x, weights[name])
+                products[m, name, "xla"] = TimedProduct(xla_product, x, weights[name])
         seconds = time_on_device(products, compile_all(products), options)
-        micro = {key: 1e6 * float(np.median(seconds.get(key, np.nan))) for key in products}
+        micro = collections.defaultdict(lambda: np.nan, {key: 1e6 * float(np.median(s)) for key, s in seconds.items()})
+        if document:
+            print_docs(micro, rows, formats)
+            continue
+        names = (*MODULES, "xla")
         table = Table(
-            *("M", "weight", "chosen", "kernel us", "x cuBLAS", "TB/s", "XLA us", "x cuBLAS", "cuBLAS us"),
-            title=f"x(M, {k}) . W({n}, {k})^T, bfloat16; x cuBLAS: how many times as fast; TB/s: packed bytes / time",
+            *("M", "weight", "chosen", *(f"{name} us" for name in names), *(f"{name} x" for name in names)),
+            *("TB/s", "cuBLAS us"),
+            title=f"x(M, {k}) . W({n}, {k})^T, bfloat16; x: times as fast as cuBLAS; TB/s: packed bytes / time",
         )
         for m in rows:
             for name, format in formats.items():
-                kernel, xla, cublas = micro[m, name, "kernel"], micro[m, name, "XLA"], micro[m, "cuBLAS"]
+                cublas, taken = micro[m, "cuBLAS"], [micro[m, name, kernel] for kernel in names]
                 problem = MatmulProblem(m, n, k, jnp.dtype(jnp.bfloat16), format, False)
-                chosen = dispatch.choose(TargetDevice("cuda"), problem, None)[0]
                 table.add_row(
-                    *(str(m), name, "kernel" if chosen == "pallas_gpu" else "XLA", f"{kernel:.1f}"),
-                    *(f"{cublas / kernel:.2f}", f"{weights[name][0].nbytes / kernel / 1e6:.2f}", f"{xla:.1f}"),
-                    *(f"{cublas / xla:.2f}", f"{cublas:.1f}"),
+                    *(str(m), name, dispatch.choose(TargetDevice("cuda"), problem, None)[0]),
+                    *(f"{time:.1f}" for time in taken),
+                    *(f"{cublas / time:.2f}" for time in taken),
+                    *(f"{weights[name][0].nbytes / np.nanmin(taken) / 1e6:.2f}", f"{cublas:.1f}"),
                 )
             table.add_section()
         console.print(table)
+
+
+def print_docs(micro: Any, rows: Any, formats: dict[str, Any]) -> None:
+    """Prints the table of `docs/gpu_tpu.md`: how many times as fast as cuBLAS."""
+    row = lambda name, cells: print(f"| {' | '.join([name, *cells])} |")
+    row("rows of `x`", map(str, rows))
+    row("---", ["---:"] * len(rows))
+    for name, kernel in it.product(formats, (*MODULES, "xla")):
+        times = [micro[m, "cuBLAS"] / micro[m, name, kernel] for m in rows]
+        row(f"{name}, `{kernel}`", ["-" if np.isnan(time) else f"{time:.2f}" for time in times])
+    row("cuBLAS, us", [f"{micro[m, 'cuBLAS']:.0f}" for m in rows])
 
 
 #
@@ -324,6 +370,7 @@ def is_worthwhile(config: Any, m: int, transpose: bool) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, interpreted, on any machine")
+    parser.add_argument("--docs", action="store_true", help="print the table of docs/gpu_tpu.md")
     parser.add_argument("--tune", action="store_true", help="search configurations in place of timing")
     parser.add_argument("--formats", nargs="*", choices=[*FORMATS], help="which of them to time")
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows of x")
@@ -333,16 +380,20 @@ def main() -> None:
     if not arguments.smoke and jax.default_backend() != "gpu":
         sys.exit("There is no GPU. Run with --smoke to see whether the script works, or `nox -s aot`.")
     options = MeasureOptions(arguments.smoke, 2 if arguments.smoke else arguments.rounds)
-    formats = {name: FORMATS[name] for name in arguments.formats or FORMATS}
+    names, rows, shapes = FORMATS, ROWS, SHAPES
+    if arguments.docs:
+        names, rows, shapes = DOCS_FORMATS, DOCS_ROWS, ((8192, 8192),)
+    if arguments.smoke:
+        rows, shapes = (1, 20), ((1024, 136),)
+    formats = {name: FORMATS[name] for name in arguments.formats or names}
     device = jax.devices()[0].device_kind
     console.print(f"{device}, {os.cpu_count()} cores; JAX {jax.__version__}; {datetime.date.today()}\n")
     if not arguments.skip_check and not check(options):
         sys.exit("A kernel is wrong.")
-    shapes = ((600, 80),) if arguments.smoke else SHAPES
     if arguments.tune:
         tune(shapes, options)
     else:
-        benchmark(shapes, arguments.rows or ((1, 20) if arguments.smoke else ROWS), formats, options)
+        benchmark(shapes, arguments.rows or rows, formats, options, document=arguments.docs)
 
 
 if __name__ == "__main__":

@@ -473,7 +473,8 @@ def test_the_day_jax_drops_triton(getkey, no_triton):
             dense = q.dequantize()
             expected = np.asarray(dense if transpose else dense.T, np.float64)
             assert_close(y, np.asarray(x, np.float64) @ expected, tol=1e-5)
-    assert len(caught) == 1
+    (warning,) = caught
+    assert ("or use `implementation='mosaic_gpu'`" in str(warning.message)) == (jax.__version_info__ >= (0, 12))
     told = eqq.explain_matmul(jnp.ones((16, 1024)), eqq.quantize(jnp.ones((8, 1024)), "nf4").T, platform="cuda")
     assert told.implementation == "xla" and "has no `jax.experimental.pallas.triton`" in told.verdicts["pallas_gpu"]
     with pytest.raises(ValueError, match='has no `jax.experimental.pallas.triton`. Use "xla", or None'):

@@ -12,7 +12,7 @@ from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels.target import TargetDevice
 
-from .helpers import FORMATS, kernel_cases, KINDS_IN_KERNELS, mark_slow, relative_error, weights
+from .helpers import FORMATS, IN_KERNELS, kernel_cases, KINDS_IN_KERNELS, mark_slow, relative_error, weights
 from .ptx import emulate, groups_of_bytes, halves
 
 
@@ -63,11 +63,10 @@ def test_values_beyond_float16(getkey, levels):
     assert "float16 might not hold the weights" in why
 
 
-@pytest.mark.parametrize(
-    "name, m", mark_slow(4, [("int4_affine", 7), ("mxfp4", 16), ("nf4", 64), ("ternary_block", 300)])
-)
+@pytest.mark.parametrize("m", [7, 64])
+@pytest.mark.parametrize("name", mark_slow(12, [name for name in IN_KERNELS if name not in WITHOUT]))
 def test_no_races(getkey, name, m):
-    """With parts of sums, and several steps ahead."""
+    """With parts of sums, and tiles that are loaded while others are in use."""
     x, q, expected = operands(getkey, name, m)
     config = mosaic_gpu.tune(make_layout(q.format, K), m, N, x.dtype)._replace(segments=1, parts=2, stages=2)
     interpret = mosaic_gpu.plgpu.InterpretGPUParams(detect_races=True, on_race="raise")

@@ -358,12 +358,14 @@ def _warn_of_missing_kernels(target: TargetDevice, problem: MatmulProblem) -> No
     best = _preferences(target, problem)[0].implementation
     missing = IMPLEMENTATIONS[best].needs.missing_backend()
     if missing is not None and find_refusal(target, problem, best) == missing:
-        _warn_of_missing_backend(missing)
+        needs = {name: each.needs for name, each in IMPLEMENTATIONS.items() if each.needs.platform == target.platform}
+        others = [name for name, each in needs.items() if each.refusal(target) is None]
+        _warn_of_missing_backend(missing, "".join(f", or use `implementation={name!r}`" for name in others))
 
 
 @ft.cache
-def _warn_of_missing_backend(missing: str) -> None:
-    remedy = "Install a release of JAX that has it."
+def _warn_of_missing_backend(missing: str, instead: str) -> None:
+    remedy = f"Install a release of JAX that has it{instead}."
     warnings.warn(f"Products with quantized weights are slow on this device: {missing}. {remedy}", stacklevel=2)
 
 

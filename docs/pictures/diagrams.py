@@ -87,7 +87,16 @@ def architecture(theme: Theme) -> Any:
         ("L9", (("_tree: leaves, rules, reports", 2, ""), ("_cache: keys, values", 1.6, ""))),
         ("L8", (("_quax: quaxify, and its rules", 4, ""),)),
         ("L7", (("_wrappers: arrays around arrays", 4, ""),)),
-        ("L6", (("_matmul: how a product is computed\nxla   cpu   cpu_int8   pallas_gpu   pallas_tpu", 4, "green"),)),
+        (
+            "L6",
+            (
+                (
+                    "_matmul: how a product is computed\nxla   cpu   cpu_int8   mosaic_gpu   pallas_gpu   pallas_tpu",
+                    4,
+                    "green",
+                ),
+            ),
+        ),
         ("L5", (("_array: QuantizedArray\ncodes, scales, zero points, a format", 4, "blue"),)),
         ("L4", (("_methods: how codes are found\nAbsMax, MSE, HQQ, GPTQ, ...", 4, "orange"),)),
         ("L3", (("_formats: what codes mean\nNF4, Int8, MXFP4, ...", 4, "purple"),)),

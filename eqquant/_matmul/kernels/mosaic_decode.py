@@ -63,14 +63,16 @@ def integer_asm(layout: Layout, dtype: DTypeLike) -> str:
     It has two outputs: of the first two bytes, and of the others.
     """
     name, unit = _FLOATS[jnp.dtype(dtype).name]
+    mask, rest = (255, layout.lowest - unit) if name == "f16x2" else (127, layout.lowest + 128)
     lines = [".reg .b32 codes, high, one, less, rest;", f"mov.b32 one, {_twice(1, dtype)};"]
-    rest = layout.lowest - unit if name == "f16x2" else layout.lowest + 128
     lines += [f"mov.b32 less, {_twice(-1, dtype)};", f"mov.b32 rest, {_twice(rest, dtype)};"]
     for out, pick in (("$0", "0x4140"), ("$1", "0x4342")):
-        lines += [f"prmt.b32 codes, $2, {_twice(unit, dtype)[:4]}, {pick};"]  # the upper byte of the float on each code
+        lines += [f"prmt.b32 codes, $2, 0, {pick};"]  # two bytes, with zeros above
         if name == "bf16x2":
-            lines += ["lop3.b32 high, codes, 0x00800080, 0xff80ff80, 0x28;"]  # (codes ^ 0x80) & 0xff80: 256 or 128
-            lines += ["and.b32 codes, codes, 0xff7fff7f;", f"fma.rn.{name} codes, high, less, codes;"]
+            lines += ["lop3.b32 high, codes, 0x00800080, 0x43804380, 0x6a;"]  # (codes & 128) ^ 256.0: 128.0 or 256.0
+        lines += [f"lop3.b32 codes, codes, {mask * 0x10001:#x}, {_twice(unit, dtype)}, 0xea;"]  # (codes & mask) | unit
+        if name == "bf16x2":
+            lines += [f"fma.rn.{name} codes, high, less, codes;"]
         lines += [f"fma.rn.{name} {out}, codes, one, rest;" if rest else f"mov.b32 {out}, codes;"]
     return "{ " + " ".join(lines) + " }"
 

@@ -3,6 +3,7 @@
 import functools as ft
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._native.weight import Codec, Layout, ScaleKind
@@ -44,7 +45,8 @@ def _decode_table(format: AbstractFormat) -> tuple[float, ...]:
     if isinstance(format, AbstractVectorFormat):
         codec = _find_codec(format)
         return () if codec is None else tuple(map(float, range(codec.lowest, codec.lowest + 2**codec.bits)))
-    decode = jax.jit(lambda codes: format.decode(codes))  # one program compiles sooner than several operations
+    # One program compiles sooner than several operations.
+    decode = jax.jit(lambda codes: format.decode(jnp.asarray(codes)))
     with compute_now():
         return tuple(np.asarray(decode(np.arange(2**format.bits, dtype=np.uint8)), np.float32).tolist())
 

@@ -28,8 +28,9 @@ SETTINGS = {
 
 def cases():
     """Every format; and under each setting those of `KINDS`, most of them only in a sweep."""
+    quick = (*KINDS, "int4_tiles", "nvfp4_tiles")
     for name in (*FORMATS, *TILES):
-        yield pytest.param(name, None, marks=() if name in (*KINDS, "nvfp4_tiles") else pytest.mark.slow, id=name)
+        yield pytest.param(name, None, marks=() if name in quick else pytest.mark.slow, id=name)
     few = ("fp8_e4m3", "int4_affine", "nf4_double", "nvfp4")  # without programs all is slow
     for setting in SETTINGS:
         quick = few[:1] if setting == "no_jit" else few[:2]

@@ -32,10 +32,10 @@ class AbstractCodes(AbstractArrayValue):
     codes: UInt8[Array, "*batch bytes"]
     """The packed codes: uint8 of shape `(*batch, bytes)`, the quantized axis last. Codes of 4, 2 or 1 bits share bytes;
     [`eqquant.unpack`][] returns one for each value."""
-    scale_bits: "UInt[Array, '*batch blocks'] | AbstractCodes"
-    """The bits of the scales: unsigned integers `(*batch, blocks)`, or an array of codes where the scales are quantized
-    too. `scale` shows floats."""
-    zero_point_bits: UInt8[Array, "*batch bytes_per_block"] | None
+    scale_bits: "UInt[Array, '*tiles blocks'] | AbstractCodes"
+    """The bits of the scales: unsigned integers `(*batch, blocks)`, with one row for each row of tiles if there are
+    any; or an array of codes where the scales are quantized too. `scale` shows floats."""
+    zero_point_bits: UInt8[Array, "*tiles bytes_per_block"] | None
     """The zero points, packed as codes are: uint8 `(*batch, bytes)`, or `None`. `zero_point` shows one per block."""
     format: AbstractFormat
     """The format: what codes mean, how many bits they have, and how many values share a scale. For example `NF4()`."""
@@ -48,7 +48,7 @@ class AbstractCodes(AbstractArrayValue):
     """The dtype that the array dequantizes to: a NumPy dtype of floats."""
     logical_sharding: NamedSharding | PartitionSpec | None = eqx.field(static=True, default=None)
     """The last sharding that was given to the logical array, or `None`. `sharding` shows the current one."""
-    offset_bits: "UInt[Array, '*batch blocks'] | AbstractCodes | None" = None
+    offset_bits: "UInt[Array, '*tiles blocks'] | AbstractCodes | None" = None
     """The bits of the offsets, as `scale_bits`; `None` for a format without offsets. `offset` shows floats."""
     gradient_of: Float[Array, "*batch length"] | None = None
     """Only in training: floats in memory order that receive the gradient, and whose values are never read."""

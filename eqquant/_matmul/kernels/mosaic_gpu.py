@@ -56,9 +56,10 @@ class Config(NamedTuple):
 
 def tune(layout: Layout, m: int, n: int, dtype: DTypeLike) -> Config:
     """Returns the configuration for `m` rows of `x` and `n` rows of the weight."""
-    tile_m = min(max(8, 1 << (m - 1).bit_length()), 128 if layout.planes <= 2 else 64 // layout.planes * 4)
+    # Each plane has values in registers, and a tile of `x` in shared memory.
+    tile_m = min(max(8, 1 << (m - 1).bit_length()), 128, 1024 // layout.planes**2)
     count = layout.length // _segment(layout)
-    segments = 2 if tile_m <= 32 and count % 2 == 0 else 1
+    segments = 2 if tile_m <= 32 and count % 2 == 0 and layout.bits > 1 else 1
     step_bytes = segments * packing.PLANE * (_TILE_N + 2 * tile_m * layout.planes)
     steps, tiles = count // segments, pl.cdiv(n, _TILE_N) * pl.cdiv(m, tile_m)
     parts = 1
@@ -199,8 +200,10 @@ def _kernel(*refs: Ref, layout: Layout, config: Config, dtype: DTypeLike, interp
             if config.scale_weights or layout.per_channel:
                 total = _add_products(total, operands, interpret)
             else:
-                for product, s in zip(_multiply_each(operands, interpret), sum_scales, strict=True):
-                    total = total + product * broadcast(s, config.tile_m)
+                for i in range(0, planes, 4):  # more products at a time would take too many registers
+                    products = _multiply_each(operands[i : i + 4], interpret)
+                    for product, s in zip(products, sum_scales[i : i + 4], strict=True):
+                        total = total + product * broadcast(s, config.tile_m)
         plgpu.commit_smem()  # orders the reads of codes before the next load by TMA to the same place
         return total
 
@@ -212,7 +215,7 @@ def _kernel(*refs: Ref, layout: Layout, config: Config, dtype: DTypeLike, interp
             plgpu.barrier_wait(barrier)
         total = run_pipeline(plgpu.layout_cast(jnp.zeros((_ROWS, config.tile_m), jnp.float32), _LAYOUT))
         out = pl.ds(tile * _TILE_N + warpgroup * _ROWS, _ROWS), pl.ds(m_tile * config.tile_m, config.tile_m)
-        y[part, *out] = total
+        plgpu.store(y.at[part, *out], total, optimized=False)  # a row of it may be half a cache line
 
     code_bytes, columns = config.segments * packing.PLANE, config.segments * planes * packing.PLANE
     swizzle = lambda nbytes, count: (plgpu.TilingTransform((8, count)), plgpu.SwizzleTransform(nbytes))

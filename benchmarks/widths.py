@@ -3,7 +3,7 @@
     python benchmarks/widths.py [--smoke] [--formats q4_1 int4_affine] [--widths 576 960] [--rows 1 128]
     python benchmarks/widths.py --activations int8 --isa avx2
 
-A width is the length of the rows of the weight, of which there are as many as columns, or `--outputs`. A figure is the
+A width is the length of the rows of the weight, which is square unless `--outputs` is given. A figure is the
 time relative to float32, the median of the rounds' ratios: of a chain of products in one compiled function, each of the
 result of the one before. The chain of each format has as many copies of the weight as exceed the caches; formats take
 turns in one process. With one row of `x`, float32 is `w @ x` of a vector. `--formats` takes any name of a format, and
@@ -75,7 +75,7 @@ def make_chain(weight: Any, x: Array, product: Callable[[Any, Array], Array], sm
     @jax.jit
     def run(flat: list[Array], x: Array) -> Array:
         for n in range(0, len(flat), len(leaves)):
-            # Only as many inputs are new as the weight has rows, at most all; the others stay.
+            # Outputs are the next inputs: cut where there are more, and otherwise the other inputs stay.
             y = product(jtu.tree_unflatten(tree, flat[n : n + len(leaves)]), x)
             y = y[tuple(map(slice, x.shape))]
             x = y if y.shape == x.shape else jax.lax.dynamic_update_slice(x, y, [0] * x.ndim)

@@ -257,6 +257,22 @@ def test_a_ring_after_tokens_are_taken_back(ring):
     np.testing.assert_allclose(y, jnp.repeat(v[:, :HEADS], 2, axis=1), atol=0.05)
 
 
+def test_sinks_are_seen_wherever_they_are_kept():
+    """Where the whole context fits too; and a sink of a full ring sees no later token."""
+    q, k, v = weights(jr.key(5), (3, BATCH, HEADS, 20, SIZE))
+    small, ring, whole = (
+        eqq.QuantizedCache.empty((BATCH, HEADS, context, SIZE), None, **options)
+        for context, options in ((20, {"ring": 18, "sinks": 2}), (30, {"ring": 18, "sinks": 2}), (30, {}))
+    )
+    newest, one = jnp.full((BATCH, 1), 19), jnp.full((BATCH, 1), 1)
+    outputs = [c.append(k, v).attend(q[:, :, -1:], newest, sliding_window=4) for c in (small, ring, whole)]
+    np.testing.assert_allclose(outputs[0], outputs[1], atol=1e-6)
+    assert jnp.abs(outputs[0] - outputs[2]).max() > 1e-3
+    _, ring = ring.append(k, v).append_and_attend(q[:, :, :9], k[:, :, :9], v[:, :, :9])
+    expected = whole.append(k, v).attend(q[:, :, 1:2], one)
+    np.testing.assert_allclose(ring.attend(q[:, :, 1:2], one), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("way", ["int8", "int4 rotated"])
 def test_a_ring_under_vmap_and_on_a_mesh(way):
     for held, _ in roll(way, 1, COUNTS[:3], 8, {"ring": 8}):

@@ -532,7 +532,7 @@ def test_errors_of_factors_for_the_error(getkey):
         eqq.loraify(q, 2)
     with pytest.raises(ValueError, match="Got both"):
         eqq.loraify(q, 2, key=getkey(), init=model)
-    with pytest.raises(ValueError, match="Got no `init`"):
+    with pytest.raises(ValueError, match="they need `init`. Got none"):
         eqq.loraify(q, 2, key=getkey(), inputs=stats)
     with pytest.raises(ValueError, match="`alpha` must not be 0"):
         eqq.loraify(q, 2, 0, init=model)

@@ -462,6 +462,8 @@ def test_bad_input():
         eqq.low_precision_training(eqq.quantize_tree(model, "int8", activations="int8"))
     with pytest.raises(ValueError, match="`forward` must be one of .*int9"):
         eqq.low_precision_training(model, "int9")
+    with pytest.raises(ValueError, match="`forward` must have scales of their own for each row"):
+        eqq.low_precision_training(model, eqq.FP8(block_size=(16, 16)))
     with pytest.raises(ValueError, match="`gradient` must be one of .*int9"):
         eqq.low_precision_training(model, gradient="int9")
     with pytest.raises(ValueError, match="axes of equal length"):

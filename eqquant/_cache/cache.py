@@ -167,7 +167,7 @@ class QuantizedCache(eqx.Module):
             (new_window(), new_window()) if window else None,
             jnp.zeros(tuple(batch), jnp.int32),
             start,
-            0 if start is None else sinks,
+            int(sinks),
             bool(rotate),
         )
 
@@ -488,7 +488,8 @@ class QuantizedCache(eqx.Module):
         rows = queries.reshape(*front, heads, given // heads * new, size)
         at, width = _as_int32(positions), jnp.broadcast_to(_as_int32(window), self.length.shape)
         factor = 1 / math.sqrt(size) if scale is None else float(scale)
-        compute = bind_attention if self.recent is None else attend_by_xla
+        sees_all = isinstance(window, np.ndarray) and not window  # and sinks are no exception
+        compute = bind_attention if self.recent is None and (sees_all or not self.sinks) else attend_by_xla
         held = dataclasses.replace(self, rotated=False)  # of rotated heads, for rotated queries
         lost, start = None, self.start
         if start is not None:
@@ -499,7 +500,8 @@ class QuantizedCache(eqx.Module):
             if new == 1 and isinstance(window, np.ndarray) and not 0 < window < self.ring:
                 # The newest token sees each place that holds a token, in whatever order.
                 length = jnp.minimum(self.length, self.context)
-                at = jnp.where((self.length > self.context)[..., None], self.context - 1, at)
+                is_newest = at == self.length[..., None] - 1
+                at = jnp.where((self.length > self.context)[..., None] & is_newest, self.context - 1, at)
                 held = dataclasses.replace(held, length=length, start=None, sinks=0)
                 compute, width = bind_attention, jnp.zeros_like(width)
         y = compute(self._rotate(rows), at, width, held, factor, float(soft_cap or 0))

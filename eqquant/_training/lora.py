@@ -155,7 +155,9 @@ def loraify(
     selections, ranks = _choose_ranks(rank, selections)
     check_selected(selections, "weights that can have factors")
     if init is None and inputs is not None:
-        raise ValueError("`inputs` weigh the errors that `init` has. Got no `init`. Pass the float model.")
+        raise ValueError(
+            "`inputs` weight the errors of quantization, so they need `init`. Got none. Pass the float model."
+        )
     if init is not None and key is None:
         if alpha == 0:
             raise ValueError("`alpha` must not be 0 with `init`. Got 0, which would take the factors away.")
@@ -167,7 +169,7 @@ def loraify(
     else:
         raise ValueError(
             "`loraify` needs either a `key`, or the float model as `init`. "
-            f"Got {'neither' if key is None else 'both'}. Pass `key=jax.random.key(0)`."
+            f"Got {'neither. Pass `key=jax.random.key(0)`' if key is None else 'both. Leave one out'}."
         )
     add_factors = lambda leaf: _add_factors(leaf, ranks[leaf.path], alpha, find)
     group_key = lambda leaf: (identity_key(leaf.value), convolved_axes(leaf))

@@ -70,9 +70,9 @@ def low_precision_training(
         has more range.
     - `where`: selects leaves or whole nodes, as in `equinox.tree_at`; a node selects every weight inside it. By default
         every weight that [`eqquant.quantize_tree`][] would quantize, except embeddings and convolutions; and with NVFP4
-        except the last 15 percent of these, the layers that tolerate it least. A quantized
-        weight is dequantized and rounded again; of a weight with low-rank factors, the base is rounded. Select the
-        table of an embedding only if the model multiplies by it too: lookups stay unchanged.
+        except the last 15 percent of these in the order of the tree, where a stack counts as one. A quantized weight
+        is dequantized and rounded again; of a weight with low-rank factors, the base is rounded. Select the table of an
+        embedding only if the model multiplies by it too: lookups stay unchanged.
     - `stochastic`: whether gradients are rounded at random, up or down, so that their mean is exact. The randomness
         comes from the bits of the gradient itself: no key is needed, and runs repeat bit for bit. `False` rounds to
         the nearest code, which takes less time.

@@ -16,7 +16,7 @@ from .._array.moves import Axes
 from .._array.straight_through import value_of
 from .._array.value import AbstractArrayValue, as_permutation
 from .._formats import NVFP4
-from .._formats.base import AbstractFormat
+from .._formats.base import AbstractFormat, check_no_tiles
 from .._formats.names import as_format
 from .._matmul.rounded import bind_rounded_matmul, GRADIENT_AMAX, Rounding, W_AMAX, X_AMAX
 from .._types import PyTree
@@ -67,8 +67,8 @@ class LowPrecisionArray(AbstractMatmulOverride):
         amax: Float[Array, "*stack 3"] | None = None,
     ) -> None:
         self.array = array
-        self.forward = as_format(forward, "forward")
-        self.gradient = as_format(gradient, "gradient")
+        self.forward = check_no_tiles(as_format(forward, "forward"), "forward")
+        self.gradient = check_no_tiles(as_format(gradient, "gradient"), "gradient")
         self.stochastic = stochastic
         self.amax = amax
 

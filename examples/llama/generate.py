@@ -209,6 +209,7 @@ class Generator:
         if after and self.state is not None:
             caches, self.state = tuple(cache.truncate(after) for cache in self.state.caches), None  # donated
         else:
+            self.state = None  # so that its memory is free
             caches = self.empty(len(prompts))
             caches = caches if self.mesh is None else tuple(cache.on_mesh(self.mesh) for cache in caches)
         lengths = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
@@ -330,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--context", type=int, help="places in the cache; by default as many as needed, and 4096 for --chat")
     add("--draft", help="a smaller model of the same vocabulary: it guesses tokens, which the model checks together")
     add("--drafted", type=int, default=4, help="how many tokens --draft guesses at a time (default 4)")
-    add("--steps", type=int, default=4, help="how many tokens are computed at a time (default 4); more are faster")
+    add("--steps", type=int, default=4, help="how many tokens are computed at a time (default 4); not with --draft")
     add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     add("--top-k", type=int, default=0, help="chooses among so many; 0 for all")
     add("--top-p", type=float, default=1.0, help="chooses among the likeliest that have this probability together")
@@ -377,7 +378,8 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     draft = None
     if options.draft:
         if mesh is not None or (options.random and options.draft not in RANDOM):
-            raise ValueError(f"`--draft` must be a model, for one device. Got {options.draft}, for {options.mesh}.")
+            wanted = "left out with `--mesh`" if mesh is not None else f"one of {', '.join(RANDOM)} with `--random`"
+            raise ValueError(f"`--draft` must be {wanted}. Got {options.draft}.")
         if options.random:
             draft = random_model(options.draft, options.dtype)
         else:

@@ -12,6 +12,7 @@ which keeps all metadata of its source, or a .safetensors file for `eqq.load`. M
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -74,6 +75,8 @@ def quantize_by_imatrix(model: Llama, imatrix: Mapping[str, Any], rules: Mapping
     squares = {path: imatrix.get(name_of(path, gguf=True)) for path in formats}
     if all(found is None for found in squares.values()):
         raise ValueError(f"`--imatrix` must be of this model. Got inputs of {next(iter(imatrix))} and others.")
+    if missing := [path for path, found in squares.items() if found is None]:
+        print(f"No statistics, so all inputs count alike: {', '.join(missing)}", file=sys.stderr)
     configs = {path: eqq.QuantConfig(format, eqq.MSE(squares[path])) for path, format in formats.items()}
     return eqq.quantize_tree(model, configs)
 
@@ -135,42 +138,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("text", nargs="?", type=Path, help="a text file to calibrate on; not with --imatrix")
     add("out", nargs="?", type=Path, help="a .gguf file, or a .safetensors file")
-    add("--format", default="q4_k", help="of the weights (default q4_k)")
-    add("--embedding", default="q6_k", help="of the embedding and of the head (default q6_k)")
+    add("--format", help="of the weights (default q4_k)")
+    add("--embedding", help="of the embedding and of the head (default q6_k)")
     add("--bits", type=float, help="instead of both: a format for each weight, of so many bits on average")
     add("--rotate", action="store_true", help="rotates the model first, as far as that costs no time")
     add("--imatrix", type=Path, help="an importance matrix of llama.cpp, instead of TEXT; for the method mse")
-    add("--method", default="gptq", choices=METHODS, help="how codes are found (default gptq)")
-    add("--windows", type=int, default=16, help="how many windows of text (default 16)")
-    add("--context", type=int, default=512, help="tokens of a window (default 512)")
+    add("--method", choices=METHODS, help="how codes are found (default gptq, with --imatrix mse)")
+    add("--windows", type=int, help="how many windows of text (default 16)")
+    add("--context", type=int, help="tokens of a window (default 512)")
     add("--distill", type=int, default=0, metavar="PASSES", help="trains scales and norms on the logits (default 0)")
-    add("--saved", type=Path, help="a file that holds the model while it is quantized, to go on from")
+    add("--saved", type=Path, help="a file to go on from after a stop, with the same options")
     run_program(parser, arguments, run, smoke)
 
 
 def run(options: argparse.Namespace) -> None:
     if options.imatrix is not None:
-        if options.out is not None or options.distill or options.saved is not None:
-            raise ValueError("`--imatrix` needs no TEXT. Got one, or `--distill` or `--saved`, which need one.")
-        if options.rotate:
-            raise ValueError("`--imatrix` holds inputs before rotations. Got `--rotate` too. Leave one of them out.")
+        given = [
+            f"`--{name}`" for name in ("windows", "context", "distill", "saved", "rotate") if getattr(options, name)
+        ]
+        given += ["a TEXT"] if options.out is not None else []
+        given += ["`--method`"] if options.method not in (None, "mse") else []
+        if given:
+            raise ValueError(f"`--imatrix` takes the place of a text, for squared errors. Got {', '.join(given)} too.")
         options.text, options.out = None, options.text
     if options.model is None or options.out is None or (options.text is None and options.imatrix is None):
         raise ValueError("MODEL, TEXT and OUT must be a model, a text file and the file to write. Got fewer.")
     if options.out.suffix not in (".gguf", ".safetensors"):
         raise ValueError(f"OUT must end in .gguf or .safetensors. Got {options.out}.")
+    if options.bits is not None and (options.format or options.embedding):
+        raise ValueError("`--bits` chooses all formats. Got `--format` or `--embedding` too. Leave them out.")
     check_least(options, windows=1, context=1, distill=0)
-    if options.distill and options.windows < 2:
+    context, count = options.context or 512, options.windows or 16
+    if options.distill and count < 2:
         raise ValueError("`--distill` needs two windows at least, since it chooses by some of them. Got 1.")
     console = Console(stderr=True, soft_wrap=True)
     checkpoint = eqq.io.open(options.model)
     model = eqq.dequantize_tree(load(checkpoint))
-    if options.context > model.config.positions:
-        raise ValueError(f"`--context` must be at most {model.config.positions:,}. Got {options.context:,}.")
+    if context > model.config.positions:
+        raise ValueError(f"`--context` must be at most {model.config.positions:,}. Got {context:,}.")
     gguf = options.out.suffix == ".gguf"
     model = rotate(model) if options.rotate else model
     if options.bits is None:
-        rules: Mapping[str, Any] = choose_rules(model, options.format, options.embedding)
+        rules: Mapping[str, Any] = choose_rules(model, options.format or "q4_k", options.embedding or "q6_k")
     else:
         rules = choose_within(model, options.bits, gguf=gguf)
     if gguf:
@@ -181,8 +190,8 @@ def run(options: argparse.Namespace) -> None:
         q = quantize_by_imatrix(model, eqq.io.read_imatrix(options.imatrix), rules)
     else:
         text = open_text(checkpoint, model.config.vocabulary, options.tokenizer)
-        windows = chunks_of(text, options.text.read_text(encoding="utf-8"), options.context, options.windows)
-        q = quantize(model, windows, rules, options.method, saved=options.saved)
+        windows = chunks_of(text, options.text.read_text(encoding="utf-8"), context, count)
+        q = quantize(model, windows, rules, options.method or "gptq", saved=options.saved)
         q = distill(q, model, windows, options.distill) if options.distill else q
     if gguf:
         write_gguf(options.out, q, metadata=metadata_of(checkpoint))

@@ -82,7 +82,7 @@ def refusal(
     if pallas_refusal(layout) is not None:
         return pallas_refusal(layout)
     if layout.bits == 8 and layout.kind == "table":
-        return "256 values are too many for a table in registers"
+        return "a table of all pairs of 256 values is too large for shared memory"
     if layout.zero_points and layout.kind != "integer":
         return "the format has zero points, but its codes are not integers"
     if m == 0 or n < _TILE_N or n % 8 != 0:

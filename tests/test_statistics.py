@@ -78,7 +78,7 @@ def test_weights_of_columns_are_relative_mean_squares(draw):
 
 
 def test_each_block_gets_the_weights_of_its_columns(draw):
-    """Blocks of a row that ends within one, of whole rows and of a tensor, in a stack with weights of its own."""
+    """Blocks of a row that ends within one, of whole rows and of matrices, in a stack with weights of its own."""
     rows, weights = draw((2, 3, 7, 10)).astype(np.float32), draw((2, 3, 10)).astype(np.float32)
     choose = lambda blocks, weights, format: (jnp.sum(blocks * weights, axis=-1), jnp.min(weights, axis=-1))
     product = rows.astype(np.float64) * weights[:, :, None]
@@ -94,7 +94,7 @@ def test_each_block_gets_the_weights_of_its_columns(draw):
         close(found, sums)
         np.testing.assert_array_equal(zero, least)
     close(whole[..., 0], (rows * weights[:, :1, None]).sum(-1))
-    close(tensor, np.full((2, 3, 7, 1), product.sum()))
+    close(tensor, np.broadcast_to(product.sum((-2, -1), keepdims=True), (2, 3, 7, 1)))
 
 
 class Weighted(eqq.extend.AbstractScaleMethod):

@@ -279,7 +279,7 @@ def pallas_backend(name: str) -> ModuleType | None:
 
 
 def pallas_knows_gpu(backend: str) -> bool:
-    """Returns whether a backend of Pallas can find out which GPU a program is for, where it must."""
+    """Returns whether a backend of Pallas can find out the target GPU, where it must."""
     try:
         information = importlib.import_module(f"jax._src.pallas.{backend}.gpu_info")
     except ImportError:

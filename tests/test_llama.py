@@ -184,7 +184,7 @@ def test_a_quantized_cache_changes_little(llama, generate, format, values, per_c
     ids = jr.randint(jr.key(0), (1, 152), 0, model.config.vocabulary)
 
     def logits(**cache):
-        cache = llama.Cache.empty(model.config, 1, 160, stacked=True, **cache)
+        cache = llama.Cache.empty(model.config, 1, 256, stacked=True, **cache)
         parts = []
         for new in (ids[:, :140], *jnp.split(ids[:, 140:], 12, axis=1)):
             y, cache = run(model, new, cache)

@@ -23,6 +23,7 @@ from .value import AbstractArrayValue
 
 
 _T = TypeVar("_T")
+_Codes = TypeVar("_Codes", bound="AbstractCodes")
 _UNSIGNED = frozenset(np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 
 
@@ -215,6 +216,14 @@ def spread_tiles(x: _T) -> _T:
     )
     format = dataclasses.replace(x.format, block_size=width)
     return dataclasses.replace(x, format=format, scale_bits=scale, zero_point_bits=zero_point, offset_bits=offset)
+
+
+def spread_tiles_along(q: _Codes, axis: int) -> _Codes:
+    """Returns an array whose entries along a batch axis of its leaves stand alone.
+
+    Tiles span the last of these axes.
+    """
+    return q if axis < q.codes.ndim - 2 else spread_tiles(q)
 
 
 @ft.partial(jax.jit, static_argnums=(1, 2), inline=True)

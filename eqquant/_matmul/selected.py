@@ -14,7 +14,7 @@ import wadler_lindig as wl
 from jaxtyping import Array, ArrayLike, DTypeLike, Float, Int32
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.codes import check_leaves, spread_tiles
+from .._array.codes import check_leaves, spread_tiles, spread_tiles_along
 from .._array.contraction import AbstractOperand, Constraints, MatrixAxes, Options
 from .._array.moves import Move
 from .._array.primitive import bind_matmul
@@ -179,7 +179,7 @@ def _select(leaf: PyTree, index: Array | np.ndarray) -> PyTree:
         raise ValueError(
             f"`take_layer` needs a first axis, before the quantized one. Got an array of shape {leaf.shape}."
         )
-    leaf = dataclasses.replace(leaf if leaf.codes.ndim > 2 else spread_tiles(leaf), logical_sharding=None)
+    leaf = dataclasses.replace(spread_tiles_along(leaf, 0), logical_sharding=None)
     if leaf.gradient_of is not None or isinstance(leaf.block_size, tuple):
         return jtu.tree_map(lambda a: _gather_entry(a, index), leaf)
     return SelectedArray(leaf, _normalize_index(index, leaf.codes.shape[0]), leaf.ndim)

@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Integer
 
 from .. import _compat
 from .._array.array import QuantizedArray
-from .._array.codes import spread_tiles
+from .._array.codes import spread_tiles_along
 from .._array.contraction import Options
 from .._array.moves import Axes, CannotMove, move_along
 from .._array.value import AbstractArrayValue, move
@@ -102,7 +102,7 @@ def select_entries(w: AbstractArrayValue, index: Integer[Array, " count"]) -> Ab
     def select_codes(q: QuantizedArray) -> SelectedArray:
         if 0 in {axis % q.ndim for axis in as_axes(q.axis)}:
             raise CannotMove
-        return SelectedArray((q if q.codes.ndim > 2 else spread_tiles(q)).with_sharding(None), index, q.ndim)
+        return SelectedArray(spread_tiles_along(q, 0).with_sharding(None), index, q.ndim)
 
     return move(w, move_along(w.ndim, frozenset({0}), move_leaf)._replace(move_codes=select_codes))
 

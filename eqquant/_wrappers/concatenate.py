@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._array.array import is_quantized, QuantizedArray
-from .._array.codes import row_length, spread_tiles
+from .._array.codes import row_length, spread_tiles, spread_tiles_along
 from .._array.value import AbstractArrayValue
 from .._formats.base import packed_length, segment_length
 from .._numerics.axes import as_axes
@@ -106,7 +106,8 @@ def _without_tiles(q: QuantizedArray, axis: int) -> QuantizedArray:
 
     Tiles become blocks of rows.
     """
-    return q if _batch_axis(q, axis) in range(q.codes.ndim - 2) else spread_tiles(q)
+    at = _batch_axis(q, axis)
+    return spread_tiles(q) if at is None else spread_tiles_along(q, at)
 
 
 _FIELDS: dict[str, Callable[[QuantizedArray], object]] = {

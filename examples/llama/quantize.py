@@ -56,9 +56,8 @@ def choose_rules(model: Llama, format: str, embedding: str) -> dict[str, str]:
 
 def choose_within(model: Llama, bits: float, *, gguf: bool) -> Mapping[str, Any]:
     """A format for each weight, of at most so many bits on average, by the errors of rounding."""
-    types = [getattr(eqq.formats, name)() for name in fitting_types(model)] if gguf else []
-    report = eqq.analysis.weight_sensitivity(model, *[types] if types else [])
-    return eqq.analysis.plan_bits(model, report, bits)
+    offered = {"formats": [getattr(eqq.formats, name)() for name in fitting_types(model)]} if gguf else {}
+    return eqq.analysis.plan_bits(model, eqq.analysis.weight_sensitivity(model, **offered), bits)
 
 
 def rotate(model: Llama) -> Llama:

@@ -27,7 +27,7 @@ from ... import _compat
 from ..._native.weight import Layout
 from ..._numerics import packing
 from .mosaic_decode import decode, make_pairs, needs_pairs
-from .packed import alignment_refusal, decode_scale, PackedWeight, pallas_refusal
+from .packed import alignment_refusal, decode_scale, holds_weights, PackedWeight, pallas_refusal
 from .target import TargetDevice
 
 
@@ -65,7 +65,7 @@ def tune(layout: Layout, m: int, n: int, dtype: DTypeLike) -> Config:
     parts = 1
     while steps % (2 * parts) == 0 and steps // parts >= 8 and 2 * parts * tiles <= _SMS:
         parts *= 2
-    many_rows = tile_m >= 64 and _holds_weights(layout, dtype)
+    many_rows = tile_m >= 64 and holds_weights(layout, dtype)
     scale_weights = not layout.per_channel and (many_rows or layout.block_size < packing.PLANE)
     return Config(tile_m, segments, min(8, _SHARED // step_bytes, steps // parts), parts, scale_weights)
 
@@ -89,14 +89,9 @@ def refusal(
         return f"the weight has {n} rows; it takes a multiple of 8, {_TILE_N} or more"
     if layout.length % _segment(layout) != 0 or layout.length == 0:
         return f"rows of {layout.length} are not whole segments of {_segment(layout)} codes"
-    if layout.block_size < packing.PLANE and not _holds_weights(layout, dtype):
+    if layout.block_size < packing.PLANE and not holds_weights(layout, dtype):
         return "float16 might not hold the weights, which blocks of less than 64 must scale"
     return alignment_refusal(layout)
-
-
-def _holds_weights(layout: Layout, dtype: DTypeLike) -> bool:
-    """Returns whether `dtype` holds weights times the factor that stretches the table."""
-    return dtype != jnp.float16 or 1 <= layout.stretch(dtype) < 2
 
 
 def _segment(layout: Layout) -> int:

@@ -40,6 +40,14 @@ def as_integers(layout: Layout) -> tuple[Layout, int]:
     return layout._replace(table=tuple(doubled.tolist())), 2
 
 
+def holds_weights(layout: Layout, dtype: DTypeLike) -> bool:
+    """Returns whether `dtype` holds weights times the factor that stretches the table.
+
+    Float16 might not hold a weight times a large or small factor.
+    """
+    return dtype != jnp.float16 or 1 <= layout.stretch(dtype) < 2
+
+
 def pallas_refusal(layout: Layout) -> str | None:
     """Returns why the kernels in Pallas cannot read a weight, or `None` if they can."""
     if len(packing.widths(layout.bits)) > 1:

@@ -1,6 +1,6 @@
 """The layout of one array in a file of another library."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import jax
@@ -40,6 +40,11 @@ def dense(name: str, x: AnyArray, dtypes: Mapping[str, str] = NAME_OF) -> Writte
         raise TypeError(f"{name!r} must be of a dtype that the file can hold: {', '.join(dtypes)}. Got {dtype}.")
     little = lambda a: a.astype(a.dtype.newbyteorder("="), copy=False)
     return WrittenArray((NewTensor(name, dtypes[dtype], tuple(x.shape), lambda: little(np.asarray(x))),))
+
+
+def layers_of_weights(names: Sequence[str]) -> list[str]:
+    """Returns the layers of those arrays that are weights."""
+    return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
 
 
 def as_tensor(name: str, x: np.ndarray) -> NewTensor:

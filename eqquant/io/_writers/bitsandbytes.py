@@ -21,7 +21,7 @@ from ..._array.codes import row_length
 from ..._formats import Codebook, Int8, NF4
 from ..._formats.base import find_levels
 from .._tensors import FLOAT_NAMES, NewTensor
-from ._layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
+from ._layout import as_tensor, finite_scales, layers_of_weights, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
 
 
 NAME = "bitsandbytes"
@@ -124,7 +124,7 @@ def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, o
     about: dict[str, object] = {"quant_method": "bitsandbytes"}
     about |= {"load_in_4bit": kind != "int8", "load_in_8bit": kind == "int8"}
     # Weights without scales: an embedding, which nothing replaces, or a layer that must stay dense.
-    about["llm_int8_skip_modules"] = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
+    about["llm_int8_skip_modules"] = layers_of_weights(plain)
     if kind != "int8":
         about |= {"bnb_4bit_quant_type": kind}
         about |= {"bnb_4bit_use_double_quant": any(scheme["nested"] for scheme in schemes.values())}

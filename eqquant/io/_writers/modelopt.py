@@ -15,7 +15,7 @@ from ..._array.array import QuantizedArray
 from ..._formats import FP8, NVFP4
 from .._bits import pack_low_first
 from .._tensors import NewTensor
-from ._layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
+from ._layout import as_tensor, finite_scales, layers_of_weights, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
 
 
 NAME = "modelopt"
@@ -33,10 +33,10 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
         refuse(name, q, FITS)
     finite_scales(name, q)
     scale = np.asarray(inner.scale if isinstance(inner, QuantizedArray) else q.scale)
-    of_matrices = scale[..., 0, 0]
-    if (scale != of_matrices[..., None, None]).any():
+    outer = scale[..., 0, 0]  # of each matrix
+    if (scale != outer[..., None, None]).any():
         refuse(name, q, FITS)
-    outer = of_matrices.flat[0] if (of_matrices == of_matrices.flat[0]).all() else of_matrices
+    outer = outer.flat[0] if (outer == outer.flat[0]).all() else outer
     if not isinstance(inner, QuantizedArray):
         codes = NewTensor(name, "F8_E4M3", q.shape, lambda: unpack_rows(q).reshape(q.shape))
         return WrittenArray((codes, as_tensor(f"{name}_scale", np.asarray(outer))), {"quant_algo": "FP8"})
@@ -55,5 +55,5 @@ def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, o
     first, *others = {tuple(scheme.items()) for scheme in schemes.values()}
     about: dict[str, object] = {"quant_method": NAME, "producer": {"name": NAME}}
     about |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers} if others else dict(first)
-    about["ignore"] = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
+    about["ignore"] = layers_of_weights(plain)
     return {"quantization_config": about}

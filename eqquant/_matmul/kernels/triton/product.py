@@ -33,7 +33,7 @@ from jaxtyping import Array, DTypeLike, Float, Float32
 from .... import _compat
 from ...._native.weight import Layout
 from ...._numerics import packing
-from ..packed import alignment_refusal, decode_scale, PackedWeight, pallas_refusal
+from ..packed import alignment_refusal, decode_scale, holds_weights, PackedWeight, pallas_refusal
 from ..target import TargetDevice
 from ..xla import add_remainder
 from .ptx import decode, load_table, make_table, multiply_add, multiply_pairs, Table
@@ -396,9 +396,8 @@ def matmul(
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     dot_precision = jax.lax.Precision.HIGHEST if precision == "highest" else None
     m, n, body = x.shape[0], weight.codes.shape[0], _kernel_length(layout)
-    # Float16 might not hold a weight times a large or small factor, so do not scale weights: tile as for few rows.
-    scalable = x.dtype != jnp.float16 or 1 <= layout.stretch(x.dtype) < 2
-    tuned_m = m if scalable else min(m, 16)
+    # Where weights must not be scaled, tile as for few rows.
+    tuned_m = m if holds_weights(layout, x.dtype) else min(m, 16)
     config = config or tune(target.device, layout.bits, x.dtype.itemsize, tuned_m, transpose=transpose)
     m_tiles = pl.cdiv(m, config.tile_m)
     if transpose:

@@ -114,14 +114,15 @@ def _compare(
     return jnp.maximum(divergence, 0), jnp.argmax(reference, axis=-1) == jnp.argmax(logits, axis=-1)
 
 
-class _Runner:
+class Runner:
     """A model and its compiled function: from chunks to the logits of the second half."""
 
-    def __init__(self, model: Llama, cache: str | None) -> None:
+    def __init__(self, model: Llama, cache: str | None = None) -> None:
+        self.config = config = model.config
         arrays, static = eqx.partition(model, eqx.is_array)
         # A list of arrays, because JAX would flatten a tree of hundreds of modules in Python at each call.
         self.arrays, treedef = jtu.tree_flatten(arrays)
-        config, dtype = model.config, model.norm.weight.dtype
+        dtype = model.norm.weight.dtype
 
         def run(arrays: list[Array], ids: Array) -> Array:
             model = eqx.combine(jtu.tree_unflatten(treedef, arrays), static)
@@ -140,7 +141,7 @@ def evaluate(
     model: Llama,
     chunks: Int[np.ndarray, "chunks context"],
     text: Text,
-    reference: Llama | None = None,
+    reference: Llama | Runner | None = None,
     *,
     cache: str | None = None,
     batch: int = 1,
@@ -148,18 +149,19 @@ def evaluate(
 ) -> Evaluation:
     """Measures how well a model predicts the second halves of chunks.
 
-    `reference`: the model to compare with, of the same vocabulary. `cache`: the format of keys and values of `model`.
+    `reference`: the model to compare with, of the same vocabulary, or its `Runner`. `cache`: the format of keys and
+    values of `model`.
     """
-    for each in (model, reference):
+    run = Runner(model, cache)
+    run_reference = Runner(reference) if isinstance(reference, Llama) else reference
+    for each in (run, run_reference):
         if each is not None:
             _check(each.config, chunks)
-    if reference is not None and reference.config.vocabulary != model.config.vocabulary:
+    if run_reference is not None and run_reference.config.vocabulary != model.config.vocabulary:
         raise ValueError(
             f"The reference must have the vocabulary of the model, {model.config.vocabulary:,} tokens. Got "
-            f"{reference.config.vocabulary:,}."
+            f"{run_reference.config.vocabulary:,}."
         )
-    run = _Runner(model, cache)
-    run_reference = None if reference is None else _Runner(reference, None)
     first = chunks.shape[1] // 2
     losses, reference_losses, divergences, same, nbytes = [], [], [], [], 0
     # Whole batches, so that one program is compiled. The last one may repeat a chunk; `kept` drops it.

@@ -175,7 +175,7 @@ struct Dot {
     int64_t chunk, room, step;
     int64_t ahead;  // bytes from codes to the prefetched codes of a later group
     bool direct;    // whether the loop reads scales as they are stored
-    bool together;  // whether the scales of a group are contiguous, and decoded at once
+    bool together;  // whether the scales and zero points of a group are decoded at once, for whole rows
   };
 
   static constexpr int kSums = Dots<V>::kMost * kRows;
@@ -230,9 +230,10 @@ struct Dot {
     loops.tail(bytes, 0, scales, 1, D::table256(shared), D::open_shared(s, shared).mask, x, x_row, sums);
   }
 
-  // The same for rows with blocks, if each group of lanes lies in one block.
+  // The same for rows with blocks, if each group of lanes lies in one block. `all`: the scales and zero points of the
+  // first row, if those of a group are decoded at once.
   static void multiply_groups(const Problem& p, const Shape& s, const void* shared, const Loops& loops,
-                              const TailGroups& tail, int64_t row, int64_t count, const Group& g, const float* floats,
+                              const TailGroups& tail, int64_t row, int64_t count, const Group& g, RowScales all,
                               float* own, const float* x, int64_t x_row, F* sums) {
     float values[2][kRows][32];
     RowScales scales[kRows];
@@ -242,7 +243,8 @@ struct Dot {
         scales[r] = scales[count - 1];
         continue;
       }
-      RowScales blocks = {floats + r * p.blocks + tail.block, nullptr};
+      const int64_t at = r * p.blocks + tail.block;
+      RowScales blocks = {all.scale + at, all.zero + at};
       if (!g.together) blocks = D::last_scales(p, s, row + r, own + r * g.room);
       spread_tail(tail, blocks.scale, values[0][r]);
       if (p.zero_point != nullptr) spread_tail(tail, blocks.zero, values[1][r]);
@@ -263,6 +265,20 @@ struct Dot {
     }
   }
 
+  // The scales and zero points of rows `row` to `row + count`, each row after the other.
+  EQQ_INLINE RowScales scales_of_group(const Problem& p, int64_t row, int64_t count, const Group& g, float* own) {
+    const bool zero = p.zero_point != nullptr;
+    float* zeros = own + kRows * g.room / 2;
+    for (int64_t r = 0; zero && r < count; ++r) unpack_zero_points(p, row + r, 0, p.blocks, zeros + r * p.blocks);
+    if (g.direct) {
+      const float* stored = static_cast<const float*>(p.scale) + row * p.blocks;
+      return {stored, zero ? zeros : stored};
+    }
+    const int64_t some = p.row_scale == nullptr ? count : 1;  // each row has a factor of its own
+    for (int64_t r = 0; r < count; r += some) D::decode_scales(p, row + r, 0, some * p.blocks, own + r * p.blocks);
+    return {own, zero ? zeros : own};
+  }
+
   // Multiplies rows `row` to `row + count` of the weight, at most `kDotRows`. Rows of all batches are counted together.
   static void dot_group(const Problem& p, const Shape& s, const void* shared, const Loops& loops, const float* x,
                         int64_t x_row, int64_t row, int64_t count, const Group& g, const TailGroups& tail, float* own,
@@ -272,13 +288,13 @@ struct Dot {
     for (int r = 0; r < loops.m * kRows; ++r) sums[r] = V::zero();
     float factor[kRows] = {0};  // with one scale
     RowScales scales[kRows];
-    const float* floats = g.direct ? static_cast<const float*>(p.scale) + row * p.blocks : own;
-    if (g.together && !g.direct) D::decode_scales(p, row, 0, count * p.blocks, own);
+    const RowScales all = g.together ? scales_of_group(p, row, count, g, own) : RowScales{own, own};
     const auto set_scales = [&](int64_t first, int64_t last) {
       for (int r = 0; r < kRows; ++r) {
         const int64_t within = min64(r, count - 1), at = row + within;  // past the end, repeats the last row
         if (g.together) {
-          scales[r].scale = scales[r].zero = floats + within * p.blocks + first * g.step;
+          const int64_t from = within * p.blocks + first * g.step;
+          scales[r] = {all.scale + from, all.zero + from};
         } else {
           scales[r] = D::row_scales(p, s, at, first, last, own + r * g.room);
         }
@@ -301,7 +317,7 @@ struct Dot {
         if (s.whole == 0) set_scales(0, 1);
         multiply_tail(p, s, shared, loops, row, count, scales, xs, x_row, rest);
       } else if (s.tail_mode != kAnyBlock) {
-        multiply_groups(p, s, shared, loops, tail, row, count, g, floats, own, xs, x_row, rest);
+        multiply_groups(p, s, shared, loops, tail, row, count, g, all, own, xs, x_row, rest);
       } else {
         multiply_last(p, s, shared, loops, row, count, own, own + kRows * g.room, xs, x_row, rest);
       }
@@ -317,17 +333,20 @@ struct Dot {
 
   static void dot_rows(const Problem& p, const Shape& s, const void* shared, const Loops& loops, const float* x,
                        int64_t x_row, int64_t row, int64_t count, float* own, float* results) {
-    const bool zero = p.zero_point != nullptr;
     Group g;
     g.chunk = scale_segments(s);
     g.room = 2 * D::scale_room(p, s, g.chunk);
     g.step = scales_of_segment(p.bits, s.mode);
     g.ahead = round_up(kAheadOfDots, V::kDotRows * max64(p.words, 1));
-    const bool as_stored = (s.mode == kOneScale || p.block_size == s.grain) && !zero && p.row_scale == nullptr;
-    g.direct = as_stored && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
-    g.together = g.direct || (as_stored && (s.mode == kOneScale || s.whole <= g.chunk));
+    const bool one_each = s.mode == kOneScale || p.block_size == s.grain,
+               short_row = s.mode == kOneScale || s.whole <= g.chunk;
+    const bool plain = p.zero_point == nullptr && p.row_scale == nullptr;
+    g.direct = one_each && p.row_scale == nullptr && p.scale_kind == kScaleFloat32 && per_plane(s.mode) == 1;
+    g.together = one_each && (short_row || (plain && g.direct));
+    g.direct = g.direct && g.together;
     int64_t r = 0;
-    if (g.together && 0 < s.segments && s.segments <= kShortRow && (s.whole == s.segments || s.mode == kOneScale))
+    if (g.together && plain && 0 < s.segments && s.segments <= kShortRow &&
+        (s.whole == s.segments || s.mode == kOneScale))
       r = short_rows(p, s, shared, loops, x, x_row, row, count, g, own, results);
     TailGroups tail;
     if (s.tail_mode != kAnyBlock) tail = tail_groups(p);

@@ -109,6 +109,7 @@ struct Int8OneRow {
     float room[kRows * kRoom];
     int32_t offset[kRows][kZero ? kRoom : 1];
     const float* scale[kRows];
+    const int32_t* bias[kRows];
     const uint8_t* w[kRows];
     F sums[kRows];
     I acc[kRows];
@@ -124,8 +125,8 @@ struct Int8OneRow {
         const int64_t at = min64(i, count - 1);
         scale[i] = decoded != nullptr ? decoded + at * p.blocks + first : room + i * kRoom;
         if (decoded == nullptr) V::scales(&p, row + at, first, last, room + i * kRoom);
+        bias[i] = biases != nullptr ? biases + at * p.blocks + first : offset[i];
         if (kZero && biases == nullptr) W::offsets(p, v, row + at, first, last, offset[i]);
-        if (kZero && biases != nullptr) memcpy(offset[i], biases + at * p.blocks, 4 * p.blocks);
       }
       int64_t block = 0, of_block = 0;  // of this step; vectors of the block so far
       for (int64_t s = from / (64 * kPlanes); s * 64 * kPlanes < to; ++s) {
@@ -141,7 +142,7 @@ struct Int8OneRow {
             const I lane = V::load_int(lanes + (first / kScales + block) * L);
 #pragma GCC unroll 8
             for (int i = 0; i < kRows; ++i)
-              acc[i] = kZero ? V::mul(lane, W::several(offset[i] + block * kScales, kScales)) : lane;
+              acc[i] = kZero ? V::mul(lane, W::several(bias[i] + block * kScales, kScales)) : lane;
           }
           const I xs = V::load_int(x + 64 * (s * kPlanes + plane));
           const bool ends = kBlocks > 0 || ++of_block == per;
@@ -178,20 +179,20 @@ struct Int8OneRow {
 
   // Adds the products of a partial last segment of rows with blocks.
   static void add_tail(const Problem& p, const TailGroups& t, const Runs& r, const Integers& v, int64_t row,
-                       int64_t count, const uint8_t* x, const float* decoded, ManyScales multiply, I table,
-                       float* sums) {
+                       int64_t count, const uint8_t* x, const float* decoded, const int32_t* biases,
+                       ManyScales multiply, I table, float* sums) {
     constexpr int kRows = V::kRegisterRows;
     const int64_t groups = t.planes * t.groups, bytes = p.words - t.first * p.bits / 8;
     uint8_t codes[64 * kRows] = {0};
     float scales[32 * kRows], room[32 + 4], rest[kRows];
-    int32_t biases[32 * kRows], biases_of_row[32];
+    int32_t of_groups[32 * kRows], of_row[32 + 4];
     for (int64_t i = 0; i < count; ++i) {
       const float* blocks = decoded != nullptr ? decoded + i * p.blocks + t.block : room;
       if (decoded == nullptr) V::scales(&p, row + i, t.block, t.block + t.blocks, room);
       spread_tail(t, blocks, scales + i * groups);
       if (p.zero_point != nullptr) {
-        W::offsets(p, v, row + i, t.block, t.block + t.blocks, biases_of_row);
-        spread_tail(t, biases_of_row, biases + i * groups);
+        if (biases == nullptr) W::offsets(p, v, row + i, t.block, t.block + t.blocks, of_row);
+        spread_tail(t, biases != nullptr ? biases + i * p.blocks + t.block : of_row, of_groups + i * groups);
       }
       memcpy(codes + 64 * i, p.codes + (row + i) * p.words + t.first * p.bits / 8, bytes);
     }
@@ -203,7 +204,7 @@ struct Int8OneRow {
     Runs s = r;
     s.size = 64 / t.groups;
     const int32_t* lanes = reinterpret_cast<const int32_t*>(x + 64 * t.planes);
-    multiply(q, s, v, 0, count, x, lanes, scales, biases, table, rest);
+    multiply(q, s, v, 0, count, x, lanes, scales, of_groups, table, rest);
     for (int64_t i = 0; i < count; ++i) sums[i] += rest[i];
   }
 
@@ -227,24 +228,32 @@ struct Int8OneRow {
       Problem whole = p;
       whole.k = t.first;
       // Float32 scales are read where they lie, unless a vector has several: those are loaded four at a time, also past
-      // the end. Others are decoded for `held` rows, as many as have room, while the next ones are prefetched. With
-      // scales of rows, or too many blocks, `many_scales` decodes them.
+      // the end. Others are decoded for `held` rows, as many as have room, while the next ones are prefetched, and zero
+      // points for each group. With too many blocks `many_scales` decodes them.
       const bool direct = p.scale_kind == kScaleFloat32 && p.row_scale == nullptr && r.size >= 64;
       constexpr int64_t kRoom = 256 * V::kRegisterRows;
-      const int64_t held = direct || p.row_scale != nullptr ? 0 : kRoom / p.blocks & -V::kRegisterRows;
+      const int64_t fit = kRoom / p.blocks & -V::kRegisterRows, held = direct ? 0 : fit;
       const int64_t scales_of_row = p.blocks * scale_bytes(p.scale_kind);
       float room[kRoom + 4];
+      int32_t zeros[kRoom + 4];
+      const int32_t* biases = zero && fit > 0 ? zeros : nullptr;
       for (int64_t n = first; n < first + count; n += V::kRegisterRows) {
         const int64_t rows = min64(V::kRegisterRows, first + count - n), at = held > 0 ? (n - first) % held : 0;
         const float* decoded = held > 0 ? room + at * p.blocks : nullptr;
         if (direct) decoded = static_cast<const float*>(p.scale) + (weight + n) * p.blocks;
-        if (held > 0 && at == 0) V::scales(&p, weight + n, 0, min64(held, first + count - n) * p.blocks, room);
+        if (held > 0 && at == 0) {
+          const int64_t last = min64(n + held, first + count), some = p.row_scale == nullptr ? last - n : 1;
+          for (int64_t i = n; i < last; i += some)
+            V::scales(&p, weight + i, 0, some * p.blocks, room + (i - n) * p.blocks);
+        }
+        for (int64_t i = 0; biases != nullptr && i < rows; ++i)
+          W::offsets(p, v, weight + n + i, 0, p.blocks, zeros + i * p.blocks);
         const char* later =
             static_cast<const char*>(p.scale) + (weight + n + max64(held, V::kRegisterRows)) * scales_of_row;
         for (int64_t i = 0; i < V::kRegisterRows * scales_of_row; i += 64) __builtin_prefetch(later + i);
         float sums[V::kRegisterRows];
-        several_scales(whole, r, v, weight + n, rows, x, lanes, decoded, nullptr, table, sums);
-        if (t.count > 0) add_tail(p, t, r, v, weight + n, rows, of_tail, decoded, tail_scales, table, sums);
+        several_scales(whole, r, v, weight + n, rows, x, lanes, decoded, biases, table, sums);
+        if (t.count > 0) add_tail(p, t, r, v, weight + n, rows, of_tail, decoded, biases, tail_scales, table, sums);
         for (int64_t i = 0; i < rows; ++i) X::write(p, batch * p.y_batch + (n + i) * p.y_column, sums[i] * x_scale);
       }
       return;

@@ -72,6 +72,41 @@ def test_the_reported_loss_equals_the_loss_of_the_result(setting, capsys):
         np.testing.assert_allclose(np.mean([relative(m, b) for b in x[:2]]), loss, rtol=2e-3)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("activations", [None, "mxfp8"])
+def test_low_rank_factors_train_alone(setting, activations):
+    model, x, held_out = setting
+    q = eqq.quantize_tree(model, "mxfp4", activations=activations)
+    lora = eqq.loraify(q, rank=4, key=jr.key(4))
+    found = eqq.distill(lora, model, x, progress=False)
+    assert error(found, model, held_out) < 0.7 * error(q, model, held_out)
+    frozen = lambda m: eqx.filter(eqx.filter(m, eqq.trainable_mask(lora), inverse=True), eqx.is_array)
+    assert_same(frozen(found), frozen(lora))
+    factors = lambda m: jtu.tree_leaves(eqx.filter(m, eqq.trainable_mask(lora)))
+    assert not any(bool((a == b).all()) for a, b in zip(factors(found), factors(lora), strict=True))
+    with pytest.raises(ValueError, match="needs a model without low-rank factors"):
+        eqq.distill(lora, model, x, train="codes", progress=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("format, activations", [("mxfp4", "mxfp8"), ("nvfp4", "nvfp4"), ("int2", "stats")])
+def test_simulated_weights_and_learned_scales(setting, format, activations):
+    """Masters and learned scales train, those of activations too; the model that they end in computes the same."""
+    model, x, held_out = setting
+    learns = activations == "stats"
+    activations = eqq.calibrate.collect_stats(model, x) if learns else activations
+    start = eqq.quantize_tree(model, format, activations=activations, simulate=True, learn_scales=learns)
+    found = eqq.distill(start, model, x, optimizer=optax.adam(3e-3), progress=False)
+    end = eqq.finalize(found)
+    assert_same(outputs(end, held_out), outputs(found, held_out))
+    assert error(end, model, held_out) < 0.85 * error(start, model, held_out)
+    changes = lambda of: not bool((of(found) == of(start)).all())
+    assert changes(lambda m: m[0].weight.array.master) and changes(lambda m: m[0].bias) and changes(lambda m: m[2].bias)
+    if learns:  # by some percent
+        for of in (lambda m: m[0].weight.array.log_factor, lambda m: m[0].weight.log_factor):
+            assert 0.003 < float(jnp.abs(of(found)).max()) < 0.3
+
+
 def test_never_worse_than_its_start(setting, capsys):
     model, x, _ = setting
     q = eqq.quantize_tree(model, "int8")
@@ -178,6 +213,25 @@ def test_a_block_gets_what_the_trained_blocks_before_it_return(capsys):
     start = float(jnp.sum(jnp.square(outputs - wanted)) / jnp.sum(jnp.square(wanted)))
     (shown,) = re.findall(r"block 2 of 2, held-out loss ([\d.]+) at the start", capsys.readouterr().out)
     np.testing.assert_allclose(float(shown), start, rtol=1e-3)
+
+
+@pytest.mark.long
+def test_blocks_that_are_simulated_or_have_factors():
+    """A block without factors does not train beside one that has some."""
+    model = eqx.nn.Sequential([eqx.nn.Linear(16, 16, key=jr.key(n)) for n in range(3)])
+    q, x = eqq.quantize_tree(model, eqq.Int2(16)), list(weights(jr.key(2), (5, 32, 16)))
+    blocks = [(lambda m, n=n: m[n], run_layer) for n in range(3)]
+    adam = optax.adam(3e-3)
+    run = lambda q: eqq.distill_blocks(q, model, x, blocks, train="scales", optimizer=adam, passes=4, progress=False)
+    lora = eqq.loraify(q, {"layers.1": 4}, key=jr.key(1))
+    found = run(lora)
+    assert_same(found[0], lora[0])
+    assert_same(found[2], lora[2])
+    assert_same(found[1].weight.base, lora[1].weight.base)
+    assert not bool((found[1].weight.b == lora[1].weight.b).all())
+    simulated = eqq.quantize_tree(model, eqq.Int2(16), simulate=True)
+    found = run(simulated)
+    assert not any(bool((a.weight.master == b.weight.master).all()) for a, b in zip(found, simulated, strict=True))
 
 
 def test_errors(setting):

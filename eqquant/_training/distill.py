@@ -17,6 +17,7 @@ from rich.console import Console
 from .._array.array import is_quantized, QuantizedArray
 from .._array.codes import row_length
 from .._array.straight_through import value_of
+from .._array.value import AbstractArrayValue
 from .._formats.base import AbstractVectorFormat, decode_packed, find_levels
 from .._numerics import packing
 from .._numerics.axes import as_axes, logical_order
@@ -27,7 +28,10 @@ from .._tree.kept import Kept
 from .._tree.leaves import abbreviate_list, float_leaves, Leaf, named_leaves, replace_leaves
 from .._tree.weights import place_reason
 from .._types import Model, PyTree
+from .._wrappers.base import AbstractWrapper
+from .._wrappers.low_precision import LowPrecisionArray
 from .divergence import compare_logits, Criterion
+from .mask import trainable_mask
 
 
 if TYPE_CHECKING:
@@ -59,8 +63,10 @@ def distill(
     r"""Returns a quantized model, trained to match the outputs of the float model.
 
     Trains the scales of quantized arrays, biases and the parameters of normalization layers; with `train="codes"` the
-    codes too, which start at their values and may move by one level or more. Other leaves stay unchanged. The result
-    has the formats, the shapes and the tree structure of `model`.
+    codes too, which start at their values and may move by one level or more. Of simulated weights
+    (`quantize_tree(..., simulate=True)`) it trains the floats, and learned scales: [`eqquant.finalize`][] the result.
+    Of a model with low-rank factors ([`eqquant.loraify`][]) it trains the factors alone. Other leaves stay unchanged.
+    The result has the formats, the shapes and the tree structure of `model`.
 
     After each pass over the data it computes the loss on the held-out batches, prints it, and keeps the best model. So
     the result is never worse than the start on these batches.
@@ -88,7 +94,7 @@ def distill(
 
     **Arguments:**
 
-    - `model`: the quantized model.
+    - `model`: the quantized model; its weights may be simulated, or have low-rank factors.
     - `float_model`: the float model, of the same structure. Its outputs are computed once and kept,
         except with `loss="kl"`.
     - `batches`: a list of batches, each any pytree of arrays. Batches of the same shape share a compiled program.
@@ -101,11 +107,12 @@ def distill(
     - `top_k`: how many of the most likely tokens of the float model `"kl"` compares. The others count as one token.
     - `head`: for `"kl"`, a function `(model, x) -> logits` of inputs `(positions, features)`. Then `apply` returns the
         inputs of the head, `(..., features)`.
-    - `train`: `"scales"` or `"codes"`.
+    - `train`: `"scales"` or `"codes"`. Floats of simulated weights and low-rank factors train in any case.
     - `passes`: the maximal number of passes over the data (epochs).
     - `patience`: how many passes without a better model to allow before stopping.
-    - `optimizer`: an optax optimizer of *relative* changes: of a scale by its size, of a bias by the mean size of its
-        array, of a code by ten levels. By default Adam, whose learning rate falls from 0.003 to 0 along a cosine.
+    - `optimizer`: an optax optimizer of *relative* changes: of a scale by its size, of other floats by the mean size of
+        their array, of a code by ten levels. The low-rank factor that begins at zero is changed by the number itself.
+        By default Adam, whose learning rate falls from 0.003 to 0 along a cosine.
     - `progress`: whether to print the loss after each pass.
 
     **Returns:**
@@ -114,9 +121,9 @@ def distill(
 
     **Raises:**
 
-    `ValueError` if `model` has no quantized arrays, if `float_model` has another structure, without enough batches,
-    `passes` or `patience`, if the loss at the start is not finite, if `temperature` or `top_k` is not positive, or if
-    these or `head` are given without `loss="kl"`.
+    `ValueError` if `model` has no quantized arrays, or with `train="codes"` low-rank factors, if `float_model` has
+    another structure, without enough batches, `passes` or `patience`, if the loss at the start is not finite, if
+    `temperature` or `top_k` is not positive, or if these or `head` are given without `loss="kl"`.
     """
     if loss == "kl":
         criterion = compare_logits(temperature, top_k, head)
@@ -132,7 +139,8 @@ def distill(
     train_pairs, validation = map(keep, compute) if criterion.keeps else compute
     console = Console(quiet=not progress, soft_wrap=True)
     log = lambda text: console.print(f"distill: {text}")
-    return trainer.train(model, float_model, train_pairs, validation, train == "codes", log)
+    trained = _list_trained(model, trainable_mask(model), train)
+    return trainer.train(model, float_model, train_pairs, validation, trained, log)
 
 
 def distill_blocks(
@@ -200,7 +208,8 @@ def distill_blocks(
     trainers: dict[Apply, _Trainer] = {}
     console = Console(quiet=not progress, soft_wrap=True)
     places = [(side, n) for side, batches in enumerate(data) for n in range(len(batches))]
-    is_trained = [any(is_quantized(leaf.value) for leaf in named_leaves(select(model))) for select, _ in blocks]
+    mask = trainable_mask(model)
+    is_trained = [_is_trained(select(model), select(mask)) for select, _ in blocks]
     last = max((n for n, trained in enumerate(is_trained) if trained), default=-1)
 
     def load(is_float: bool, side: int, n: int) -> PyTree:
@@ -217,7 +226,7 @@ def distill_blocks(
             load_pair = lambda side, k: (load(False, side, k), load(True, side, k))
             pairs, validation = (_Pairs(len(data[side]), ft.partial(load_pair, side)) for side in range(2))
             log = lambda text, n=n: console.print(f"distill: block {n + 1} of {len(blocks)}, {text}")
-            part = trainer.train(part, float_part, pairs, validation, train == "codes", log)
+            part = trainer.train(part, float_part, pairs, validation, _list_trained(part, select(mask), train), log)
             model = eqx.tree_at(select, model, part, is_leaf=is_quantized)
         for place in places if n < last else ():
             kept[False, *place] = trainer.outputs(part, load(False, *place))
@@ -287,11 +296,10 @@ class _Trainer:
         float_model: PyTree,
         pairs: _Pairs,
         held_out: _Pairs,
-        codes: bool,
+        trained: Sequence[PyTree],
         log: Callable[[str], None],
     ) -> PyTree:
         """Returns the best model, and logs the loss of each pass."""
-        trained: list[PyTree] = [_make_trainable(leaf, codes) for leaf in named_leaves(model)]
         start: PyTree = [None if part is None else part.start() for part in trained]
 
         def compute_loss(changes: PyTree, n: int) -> float:
@@ -347,9 +355,14 @@ def _split_data(
             f"`batches` must hold some to train on, and others to choose by. Got {len(data)} and {len(validation)}. "
             "Pass more batches, or some as `held_out`."
         )
-    leaves, before = float_leaves(model), float_leaves(float_model)
-    if not any(map(is_quantized, leaves.values())):
+    leaves, before = float_leaves(model, _is_array), float_leaves(float_model, _is_array)
+    if not any(map(_is_array, leaves.values())):
         raise ValueError("`model` must hold quantized arrays. Got none. Quantize it first, with `eqq.quantize_tree`.")
+    if train == "codes" and any(_is_array(x) and x.frozen for x in leaves.values()):
+        raise ValueError(
+            '`train="codes"` needs a model without low-rank factors, beside which codes are frozen. Got some. Merge '
+            "them first, with `eqq.merge_lora`, or leave `train` out."
+        )
     ours, theirs = ({path: getattr(x, "shape", None) for path, x in tree.items()} for tree in (leaves, before))
     if ours != theirs:
         different = abbreviate_list(path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path))
@@ -357,17 +370,27 @@ def _split_data(
     return _DataSplit(data, validation)
 
 
+def _is_array(x: object) -> bool:
+    """Whether a node is a quantized array, a simulated one, or one with low-rank factors."""
+    return isinstance(x, AbstractArrayValue) and not isinstance(x, AbstractWrapper)
+
+
+def _is_trained(block: PyTree, mask: PyTree[bool]) -> bool:
+    return any(map(_is_array, jtu.tree_leaves(block, is_leaf=_is_array))) and any(jtu.tree_leaves(mask))
+
+
 class _TrainableFloats(eqx.Module):
-    """A trainable bias, or a trainable parameter of a normalization layer."""
+    """Trainable floats: a bias, a parameter of a norm, or a part of another array."""
 
     x: Array
+    size: float | None = eqx.field(static=True, default=None)
 
     def start(self) -> Array:
         return jnp.zeros(self.x.shape, jnp.float32)
 
     def value(self, change: Array) -> Array:
         size = jnp.sqrt(jnp.mean(jnp.square(self.x.astype(jnp.float32))))
-        size = jnp.where(size > 0, size, 0.01)
+        size = jnp.where(size > 0, size, 0.01) if self.size is None else self.size
         return (self.x.astype(jnp.float32) + change * size).astype(self.x.dtype)
 
     finalize = value
@@ -421,8 +444,13 @@ class _TrainableQuantized(eqx.Module):
         return dataclasses.replace(self.q, codes=codes, scale_bits=bits)
 
 
+def _list_trained(model: PyTree, mask: PyTree[bool], train: str) -> list[PyTree]:
+    """Returns the trainable form of each leaf, `None` for one that is not trained."""
+    pairs = zip(named_leaves(model), jtu.tree_leaves(mask), strict=True)
+    return [_make_trainable(leaf, train == "codes") if selected else None for leaf, selected in pairs]
+
+
 def _make_trainable(leaf: Leaf, codes: bool) -> _TrainableFloats | _TrainableQuantized | None:
-    """Returns the trainable form of a leaf, or `None` for a leaf that is not trained."""
     x = leaf.value
     if is_quantized(x) and isinstance(x.format, AbstractVectorFormat) and codes:
         raise ValueError(
@@ -432,9 +460,11 @@ def _make_trainable(leaf: Leaf, codes: bool) -> _TrainableFloats | _TrainableQua
     if is_quantized(x):
         part = _TrainableQuantized(x, codes)
         return part if part.start() else None
-    if eqx.is_inexact_array(x) and place_reason(leaf) is not None:
-        return _TrainableFloats(x)
-    return None
+    if not eqx.is_inexact_array(x) or isinstance(leaf.parent, LowPrecisionArray) or place_reason(leaf) is None:
+        return None
+    # The logarithm of a learned scale, and the low-rank factor that begins at zero.
+    has_unit = isinstance(leaf.parent, AbstractArrayValue) and leaf.name in ("log_factor", "b")
+    return _TrainableFloats(x, 1.0 if has_unit else None)
 
 
 def _compare_outputs(loss: Loss | None) -> Criterion:

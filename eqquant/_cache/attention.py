@@ -1,8 +1,8 @@
 """Attention to a cache, as a JAX primitive.
 
-On CPU, for few queries at a time, native code reads only the places that hold tokens, packed as they are. XLA, which
-needs static shapes, computes scores for all places: on other platforms, for many queries, for gradients, in exported
-programs, and where the compiler divides the cache or the cache has a float window.
+On CPU native code reads only the places that hold tokens and that a query sees, packed as they are. XLA, which needs
+static shapes, computes scores for all places: on other platforms, for gradients, in exported programs, and where the
+compiler divides the cache or the cache has a float window.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,6 @@ from .write import MaybeQuantized
 
 
 EMPTY_POSITION = np.iinfo(np.int32).max  # of a place without a token: after every token
-# With more, XLA is faster where the cache is full.
-_MOST_ROWS = 32
 
 attention_p = jax.extend.core.Primitive("cache_attention")
 
@@ -112,8 +110,7 @@ def _by_xla(*leaves: Array, tree: PyTreeDef, scale: float, cap: float) -> Array:
 
 def _native(*leaves: Array, tree: PyTreeDef, scale: float, cap: float) -> Array:
     queries, positions, window, cache = jtu.tree_unflatten(tree, leaves)
-    few = queries.shape[-2] <= _MOST_ROWS
-    if not few or calls.why_not_attend(queries) is not None or not (_is_read(cache.keys) and _is_read(cache.values)):
+    if calls.why_not_attend(queries) is not None or not (_is_read(cache.keys) and _is_read(cache.values)):
         return attend_by_xla(queries, positions, window, cache, scale, cap)
     stored = (_as_rows(cache.keys), _as_rows(cache.values))
     length = cache.length.astype(jnp.int32)

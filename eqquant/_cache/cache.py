@@ -435,8 +435,8 @@ class QuantizedCache(eqx.Module):
         """Computes causal attention of new tokens to the cached ones.
 
         Append the keys and values of the new tokens first; to a ring, several at a time by `append_and_attend`. On CPU,
-        native code reads only the places that hold tokens, for up to 32 queries per head of keys, and for caches
-        without a float window. In a ring it reads them for the newest token, if that sees the whole ring.
+        native code reads only the places that queries see, for caches without a float window. In a ring it reads them
+        for the newest token, if that sees the whole ring.
 
         **Arguments:**
 

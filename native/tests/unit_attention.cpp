@@ -37,7 +37,7 @@ struct Attention {
     form.n = p.places;
     form.k = p.size;
     form.stack = p.batch * p.heads;
-    if (form.block == 0) form.block = p.size;
+    if (form.block == 0 || form.block > p.size) form.block = p.size;
     packed[which] = std::make_unique<Weight>(form);
     const Weight& w = *packed[which];
     for (int64_t i = 0; i < w.rows * p.size; ++i) {
@@ -167,6 +167,12 @@ void add_lengths() {
       for (const int64_t size : {20, 65, 128}) Attention(1, 2, rows, 1, 14, size).check(isa);
     });
   test("attention/many heads and threads", [](const Isa& isa) { Attention(3, 8, 2, 1, 700, 64).check(isa); });
+  for (int64_t tokens : {63, 64, 65, 130, 200})
+    test("attention/" + to_string(tokens) + " tokens of a prompt", [=](const Isa& isa) {
+      Attention(2, 2, tokens, tokens, 230, 20).check(isa);
+      Attention(1, 1, 3 * tokens, tokens, 1100, 16).check(isa);  // blocks that reach into the next head
+    });
+  test("attention/many heads of many places", [](const Isa& isa) { Attention(4, 17, 2, 1, 1100, 8).check(isa); });
   test("attention/nothing", [](const Isa& isa) {
     Attention(0, 2, 1, 1, 4, 8).check(isa);
     Attention(2, 2, 0, 1, 4, 8).check(isa);
@@ -192,6 +198,15 @@ void add_masks() {
       a.check(isa);
       a.positions = {100, 599, 3, 3};
       a.window = {window, window};
+      a.check(isa);
+    }
+  });
+  test("attention/masks/windows of a prompt", [](const Isa& isa) {
+    for (const int32_t window : {1, 64, 100, 600}) {
+      Attention a(2, 1, 260, 130, 700, 8);
+      a.window = {window, 0};
+      a.length = {650, 700};
+      for (int token = 0; token < 130; token += 3) a.positions[token] = (token * 37) % 700;  // in any order
       a.check(isa);
     }
   });
@@ -310,6 +325,13 @@ void add_not_finite() {
       a.check(isa);
     });
   }
+  test("attention/NaN in a key is in the tokens that see it", [=](const Isa& isa) {
+    Attention a(1, 1, 150, 150, 150, 16);
+    a.key(0, 100, 3) = NAN;
+    const std::vector<double> found = a.run(isa);
+    for (int64_t i = 0; i < 150 * 16; ++i)
+      if (std::isnan(found[i]) != (i / 16 >= 100)) fail("number %d is %.9g", static_cast<int>(i), found[i]);
+  });
   test("attention/NaN in a value is in its column alone", [=](const Isa& isa) {
     Attention a(1, 1, 1, 1, 70, 16);
     a.value(0, 50, 3) = NAN;
@@ -380,6 +402,13 @@ void add_packed() {
   const auto plain = [](Form&) {};
   add("int8", 8, kIntegers, 0, plain);
   add("int4", 4, kIntegers, 32, plain);
+  add("int8 in blocks", 8, kIntegers, 32, plain);
+  add("int2", 2, kIntegers, 64, plain);
+  add("int1", 1, kAnyFloats, 64, plain);
+  add("five bits", 5, kAnyFloats, 24, plain);
+  add("fp8", 8, kE4M3, 64, plain);
+  add("fp8, e5m2", 8, kE5M2, 64, plain);
+  add("table of 256", 8, kAnyFloats, 40, plain);
   add("nf4", 4, kAnyFloats, 16, [](Form& f) { f.scale_kind = kScaleFloat16; });
   add("affine", 4, kFromZero, 32, [](Form& f) { f.zero_points = true; });
   add("scales of rows", 2, kAnyFloats, 16, [](Form& f) { f.row_scales = true; });
@@ -391,16 +420,33 @@ void add_packed() {
   });
   for (const auto& [name, form] : forms)
     test("attention/packed/" + name, [form = form](const Isa& isa) {
-      for (const int which : {0, 1, 2}) {
-        Attention a(2, 2, 3, 1, 600, 64);
-        a.p.scale = 0.02f;
-        a.length = {600, 37};
-        a.window = {150, 0};
-        if (which != 1) a.pack(a.kKeys, form);
-        if (which != 0) a.pack(a.kValues, form);
-        a.check(isa);
-      }
+      for (const int which : {0, 1, 2})
+        for (const int64_t tokens : {1, 70})
+          for (const int64_t size : {64, 128}) {
+            Attention a(2, 2, 3 * tokens, tokens, 600, size);
+            a.p.scale = 0.02f;
+            a.length = {600, 37};
+            a.window = {150, 0};
+            if (which != 1) a.pack(a.kKeys, form);
+            if (which != 0) a.pack(a.kValues, form);
+            a.check(isa);
+          }
     });
+  test("attention/packed/random problems", [=](const Isa& isa) {
+    Random random(1);
+    for (int i = 0; i < 60; ++i) {
+      const int64_t tokens = whole(random, 1, 5) * whole(random, 1, 30), heads = whole(random, 1, 3);
+      Attention a(whole(random, 1, 2), heads, tokens * whole(random, 1, 3), tokens, whole(random, 1, 700),
+                  whole(random, 1, 9) * whole(random, 1, 17));
+      a.p.scale = 0.01f;
+      for (int32_t& length : a.length) length = whole(random, 0, static_cast<int>(a.p.places));
+      for (int32_t& window : a.window) window = whole(random, 0, 1) * whole(random, 1, 700);
+      for (int32_t& position : a.positions) position = whole(random, -1, static_cast<int>(a.p.places));
+      for (const int which : {a.kKeys, a.kValues})
+        if (whole(random, 0, 3) > 0) a.pack(which, forms[whole(random, 0, static_cast<int>(forms.size()) - 1)].second);
+      a.check(isa);
+    }
+  });
   test("attention/packed/bfloat16 queries", [](const Isa& isa) {
     Attention a(1, 2, 3, 1, 100, 64);
     Form form;

@@ -1,5 +1,5 @@
-// Attention to a cache of keys and values, most places of which may still be empty: for each batch, reads the places
-// from the first to the last that any of its tokens sees.
+// Attention to a cache of keys and values, most places of which may still be empty: a block of queries reads the places
+// from the first to the last that any of them sees.
 //
 //   s(b, h, r, t) = scale * sum over d of queries(b, h, r, d) keys(b, h, t, d)
 //   s(b, h, r, t) = cap * tanh(s(b, h, r, t) / cap), with a cap
@@ -9,8 +9,10 @@
 // `i` sees places `i - window + 1` to `i` as far as they are filled, and without a window all up to `i`. A row that
 // sees no place is zero.
 //
-// Places are taken in parts. Each part has sums of its own, which are merged at the end. So results do not depend on
-// the number of threads, and few heads with many places keep all threads busy.
+// Keys and values are decoded a tile at a time, once for a block of queries. The places of a block are taken in steps,
+// whose sums are scaled as the largest score grows. Few blocks are divided into parts: each has sums of its own, which
+// are merged at the end. So results do not depend on the number of threads, and few heads with many places keep all
+// threads busy.
 #pragma once
 
 #include <stddef.h>
@@ -38,10 +40,19 @@ typedef struct AttentionProblem {
   int32_t type;      // FloatType
 } AttentionProblem;
 
+// Rows of a weight as arrays without gaps: a byte for each code; for each block a scale, and a zero point and an offset
+// or null. A vector more of the codes may be read.
+typedef struct DecodedParts {
+  const uint8_t *codes, *zeros;
+  const float *scales, *offsets;
+} DecodedParts;
+
 // Loops over rows of floats, compiled for some instruction sets.
 typedef struct AttentionKernel {
   // Floats of 16 bits as float32.
   void (*widen)(const void* from, int32_t type, int64_t count, float* out);
+  // Rows of a weight as float32. `out` has room for a vector more.
+  void (*decode)(const DecodedParts* parts, const Problem* weight, int64_t rows, float* out);
   // The products of queries with some keys.
   void (*products)(const float* queries, int64_t rows, const float* keys, int64_t places, int64_t size, float* out,
                    int64_t out_row);
@@ -54,26 +65,34 @@ typedef struct AttentionKernel {
               float* sums, int64_t sum_row);
 } AttentionKernel;
 
-constexpr int64_t kPartPlaces = 512;  // of a part
-constexpr int64_t kTilePlaces = 64;   // that are widened at a time
+constexpr int64_t kStepPlaces = 512;  // whose scores are in memory at a time
+constexpr int64_t kTilePlaces = 64;   // that are decoded at a time
+constexpr int64_t kBlockRows = 64;    // of queries
+constexpr int64_t kFewUnits = 64;     // units that keep most machines busy
+constexpr int64_t kFusedRows = 3;     // the most queries with which codes are decoded in registers
 
 // The error of a problem, as a sentence in `text`; or null. Reads no array.
 const char* check_attention(const AttentionProblem& problem, char* text, size_t room);
 
-// The most parts that a batch has. How many numbers of keys and values are read.
-int64_t attention_parts(const AttentionProblem& problem);
-double attention_numbers(const AttentionProblem& problem);
+// How attention is divided: each head into blocks of queries, and each block into parts of the places that it sees.
+typedef struct AttentionPlan {
+  int64_t blocks;     // of a head
+  int64_t parts;      // of a block
+  int64_t places;     // of a part: whole steps
+  int64_t own_bytes;  // of scratch memory for each thread
+  double work;        // numbers of keys, more for many queries
+} AttentionPlan;
+AttentionPlan plan_attention(const AttentionProblem& problem);
 
 // The sums of a row of a part: the largest score, the sum of exp(score - largest), and `size` sums of values.
 inline int64_t row_sums(const AttentionProblem& problem) { return problem.size + 2; }
-inline int64_t part_sums(const AttentionProblem& problem) { return problem.rows * row_sums(problem); }
+inline int64_t block_sums(const AttentionProblem& problem) {
+  return min64(problem.rows, kBlockRows) * row_sums(problem);
+}
 
-// The memory that a thread needs for a part.
-int64_t scratch_bytes(const AttentionProblem& problem);
-
-// Computes the sums of a part for all rows of a head, of which there are batch * heads. Whether there was enough
-// memory.
-bool attend_part(const Isa& isa, const AttentionProblem& problem, int64_t head, int64_t part, void* scratch,
-                 float* sums);
-// Merges the sums of the parts of a head, and writes its results.
-void merge_parts(const AttentionProblem& problem, int64_t head, int64_t parts, float* sums);
+// Computes the sums of a part of a block; where a block has one part, writes its results instead. Whether there was
+// enough memory.
+bool attend_unit(const Isa& isa, const AttentionProblem& problem, const AttentionPlan& plan, int64_t unit,
+                 void* scratch, float* sums);
+// Merges the sums of the parts of a block, and writes its results.
+void merge_parts(const AttentionProblem& problem, const AttentionPlan& plan, int64_t block, float* sums);

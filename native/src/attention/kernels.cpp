@@ -22,6 +22,45 @@ void widen(const void* from, int32_t type, int64_t count, float* out) {
   memcpy(out + i, values, 4 * (count - i));
 }
 
+// The values of codes, one byte each.
+template <int kBits, int kValues>
+EQQ_INLINE typename V::F values_of(const uint8_t* codes, const float* table) {
+  if constexpr (kBits <= 4) return V::bytes16(codes, table);
+  if constexpr (kValues == kValueInteger && !V::kLooksUpBytes)
+    return V::add(V::integers(codes), V::broadcast(table[0]));
+  if constexpr (kValues == kValueE4M3 && !V::kLooksUpBytes) return V::e4m3(codes);
+  if constexpr (kValues == kValueE5M2 && !V::kLooksUpBytes) return V::e5m2(codes);
+  return V::bytes256(codes, table);
+}
+
+template <int kBits, int kValues>
+void decode_rows(const DecodedParts& parts, const float* table, int64_t rows, int64_t size, int64_t block, float* out) {
+  const int64_t blocks = div_up(size, block);
+  const uint8_t *codes = parts.codes, *zeros = parts.zeros;
+  const float *scales = parts.scales, *offsets = parts.offsets;
+  for (int64_t row = 0; row < rows; ++row, codes += size, out += size)
+    for (int64_t b = 0; b < blocks; ++b) {
+      const auto scale = V::broadcast(*scales++);
+      const auto zero = V::broadcast(zeros == nullptr ? 0 : static_cast<float>(*zeros++));
+      const auto offset = V::broadcast(offsets == nullptr ? 0 : *offsets++);
+      // A last vector reaches into the next block, or row, which is written later.
+      for (int64_t i = b * block; i < min64((b + 1) * block, size); i += V::L)
+        V::store(out + i, V::fma(V::sub(values_of<kBits, kValues>(codes + i, table), zero), scale, offset));
+    }
+}
+
+void decode(const DecodedParts* parts, const Problem* p, int64_t rows, float* out) {
+  float table[16];
+  if (p->bits <= 4)
+    for (int i = 0; i < 16; ++i) table[i] = p->table[i & ((1 << p->bits) - 1)];
+  const auto decode = p->bits <= 4               ? decode_rows<4, kValueTable>
+                    : p->values == kValueInteger ? decode_rows<8, kValueInteger>
+                    : p->values == kValueE4M3    ? decode_rows<8, kValueE4M3>
+                    : p->values == kValueE5M2    ? decode_rows<8, kValueE5M2>
+                                                 : decode_rows<8, kValueTable>;
+  decode(*parts, p->bits <= 4 ? table : p->table, rows, p->k, p->blocks > 1 ? p->block_size : p->k, out);
+}
+
 EQQ_INLINE Floats fill(float value) { return Floats{} + value; }
 
 // exp(x) is power * (1 + rest), for magnitudes up to 87.
@@ -183,5 +222,5 @@ void mix(const float* shares, int64_t share_row, int64_t rows, const float* valu
 }  // namespace
 
 namespace EQQUANT_ISA {
-extern const AttentionKernel kAttention = {widen, products, scores, exponentials, mix};
+extern const AttentionKernel kAttention = {widen, decode, products, scores, exponentials, mix};
 }

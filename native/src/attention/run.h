@@ -10,21 +10,22 @@ bool run_attention(const Isa& isa, const AttentionProblem& problem, Pool& pool, 
   const AttentionProblem& p = problem;
   const int64_t heads = p.batch * p.heads;
   if (heads * p.rows * p.size == 0) return true;
-  const int64_t parts = attention_parts(p), one = part_sums(p), own = scratch_bytes(p);
-  constexpr double kShare = 1 << 16;  // numbers of the cache that are worth a thread
-  const double shares = attention_numbers(p) / kShare;
+  const AttentionPlan plan = plan_attention(p);
+  constexpr double kShare = 1 << 15;  // work that is worth a thread
+  const double shares = plan.work / kShare;
   if (shares < static_cast<double>(threads)) threads = max64(static_cast<int64_t>(shares), 1);
-  const int64_t units = heads * parts, workers = min64(units, threads);
-  const int64_t sums_bytes = round_up(4 * units * one, 64);
-  char* memory = static_cast<char*>(allocate_aligned(sums_bytes + max64(workers, 1) * own));
+  const int64_t blocks = heads * plan.blocks, units = blocks * plan.parts, workers = min64(units, threads);
+  const int64_t one = block_sums(p), sums_bytes = plan.parts > 1 ? round_up(4 * units * one, 64) : 0;
+  char* memory = static_cast<char*>(allocate_aligned(sums_bytes + max64(workers, 1) * plan.own_bytes));
   if (memory == nullptr) return false;
   float* sums = reinterpret_cast<float*>(memory);
   std::atomic<bool> enough{true};
   run_units(pool, units, workers, [&](int64_t unit, int64_t worker) {
-    char* mine = memory + sums_bytes + worker * own;
-    if (!attend_part(isa, p, unit / parts, unit % parts, mine, sums + unit * one)) enough = false;
+    char* mine = memory + sums_bytes + worker * plan.own_bytes;
+    if (!attend_unit(isa, p, plan, unit, mine, plan.parts > 1 ? sums + unit * one : nullptr)) enough = false;
   });
-  for (int64_t head = 0; head < heads; ++head) merge_parts(p, head, parts, sums + head * parts * one);
+  if (plan.parts > 1)
+    for (int64_t block = 0; block < blocks; ++block) merge_parts(p, plan, block, sums + block * plan.parts * one);
   free_aligned(memory);
   return enough;
 }

@@ -397,12 +397,13 @@ def build_offline(session: nox.Session, source: str, folder: Path) -> None:
 
 @nox.session
 def aot(session: nox.Session) -> None:
-    """Compiles the kernels for an H100 and for TPU v5e, v6e and v7x, without one: `-- --formats nf4` for some."""
+    """Compiles the kernels for H100, B200, and TPU v5e, v6e and v7x, without them: `-- --formats nf4` for some."""
     install(session, "tests")
     session.install(*AOT_JAX, TPU_COMPILER, "absl-py")
     # Only the compiler: neither a driver nor NVIDIA's libraries are needed for that.
     session.install("--no-deps", *CUDA_COMPILER)
-    run_two(session, *(("python", "-m", tool, *session.posargs) for tool in ("tools.aot_gpu", "tools.aot_tpu")))
+    tools = (("tools.aot_gpu",), ("tools.aot_tpu",), ("tools.aot_gpu", "--gpu", "b200"))
+    run_two(session, *(("python", "-m", *tool, *session.posargs) for tool in tools))
 
 
 @nox.session

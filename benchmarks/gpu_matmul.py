@@ -52,6 +52,7 @@ FORMATS = {
     "Ternary in blocks of 64": eqq.Ternary(block_size=64),
     "MXFP4": eqq.MXFP4(),
 }
+BLOCK_SCALED = {"MXFP8": eqq.MXFP8(), "NVFP4": eqq.NVFP4()}  # products of codes with codes, on Blackwell
 CHECKED = {
     **FORMATS,
     **{
@@ -75,6 +76,7 @@ CHECKED = {
 DOCS_ROWS = (1, 16, 64, 128, 256, 512, 2048)
 DOCS_FORMATS = ("NF4", "Int4", "Int8 in blocks of 128", "MXFP4", "Ternary in blocks of 64")
 MODULES = {"pallas_gpu": "triton.product", "mosaic_gpu": "mosaic_gpu"}
+TIMED = (*MODULES, "scaled_matmul", "xla")
 COPIES_BYTES = 256 * 2**20  # the copies of a weight take at least this together: several times an L2 cache
 console = Console(width=130)
 
@@ -122,11 +124,16 @@ def relative_error(y: Any, x: Any, dense: np.ndarray, transpose: bool) -> float:
     return float(np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected))
 
 
+def this_device() -> TargetDevice:
+    device = jax.devices()[0]
+    return TargetDevice("cuda", device.device_kind, float(getattr(device, "compute_capability", 9.0)))
+
+
 def is_taken(kernel: str, m: int, n: int, k: int, dtype: Any, format: Any, transpose: bool = False) -> bool:
-    """Whether a kernel takes a product on this device."""
-    capability = float(getattr(jax.devices()[0], "compute_capability", 9.0))
-    problem = MatmulProblem(m, n, k, jnp.dtype(dtype), format, transpose)
-    return dispatch.find_refusal(TargetDevice("cuda", capability=capability), problem, kernel) is None
+    """Whether an implementation takes a product on this device: `scaled_matmul` one of codes with codes."""
+    activations = format if kernel == "scaled_matmul" else None
+    problem = MatmulProblem(m, n, k, jnp.dtype(dtype), format, transpose, activations=activations)
+    return dispatch.find_refusal(this_device(), problem, kernel) is None
 
 
 def run_kernel(
@@ -145,7 +152,7 @@ def run_kernel(
         transpose=transpose,
         precision=precision,
         config=config,
-        target=TargetDevice("cuda", jax.devices()[0].device_kind),
+        target=this_device(),
         interpret=options.interpret,
     )
     return run(x, dispatch.as_packed_weight(q))
@@ -189,6 +196,19 @@ def check(options: MeasureOptions) -> bool:
             cells = [f"{worst[dtype]:.1e}" if dtype in worst else "-" for dtype in tolerance]
             table.add_row(name, str(len(cases)), "[red]too large" if bad else "passes", *cells)
         console.print(table)
+    return right
+
+
+def check_block_scaled() -> bool:
+    """Checks `scaled_matmul` against the product of the same codes, where this device takes it."""
+    right, (m, n, k) = True, (128, 1024, 4096)
+    for name, format in BLOCK_SCALED.items():
+        if is_taken("scaled_matmul", m, n, k, "float32", format):
+            x, w = (eqq.quantize(jr.normal(jr.key(rows), (rows, k)), format) for rows in (m, n))
+            y = jax.jit(ft.partial(eqq.matmul, implementation="scaled_matmul"))(x, w.T)
+            error = relative_error(y, x.dequantize(), np.asarray(w.dequantize(), np.float64), False)
+            console.print(f"scaled_matmul, {name} x {name}, W({n}, {k}): relative error {error:.1e}")
+            right = right and error < 1e-3
     return right
 
 
@@ -252,6 +272,10 @@ def xla_product(x: Any, q: Any) -> Any:
     return eqq.matmul(x, q.T, implementation="xla")
 
 
+def scaled_product(x: Any, q: Any) -> Any:
+    return eqq.matmul(eqq.quantize(x, q.format), q.T, implementation="scaled_matmul")
+
+
 def benchmark(
     shapes: Any, rows: Any, formats: dict[str, Any], options: MeasureOptions, *, document: bool = False
 ) -> None:
@@ -271,24 +295,25 @@ def benchmark(
                     if is_taken(kernel, m, n, k, jnp.bfloat16, format):
                         run = ft.partial(run_kernel, transpose=False, options=options, kernel=kernel)
                         products[m, name, kernel] = TimedProduct(run, x, weights[name])
+                if is_taken("scaled_matmul", m, n, k, jnp.bfloat16, format):
+                    products[m, name, "scaled_matmul"] = TimedProduct(scaled_product, x, weights[name])
                 products[m, name, "xla"] = TimedProduct(xla_product, x, weights[name])
         seconds = time_on_device(products, compile_all(products), options)
         micro = collections.defaultdict(lambda: np.nan, {key: 1e6 * float(np.median(s)) for key, s in seconds.items()})
         if document:
             print_docs(micro, rows, formats)
             continue
-        names = (*MODULES, "xla")
         table = Table(
-            *("M", "weight", "chosen", *(f"{name} us" for name in names), *(f"{name} x" for name in names)),
+            *("M", "weight", "chosen", *(f"{name} us" for name in TIMED), *(f"{name} x" for name in TIMED)),
             *("TB/s", "cuBLAS us"),
             title=f"x(M, {k}) . W({n}, {k})^T, bfloat16; x: times as fast as cuBLAS; TB/s: packed bytes / time",
         )
         for m in rows:
             for name, format in formats.items():
-                cublas, taken = micro[m, "cuBLAS"], [micro[m, name, kernel] for kernel in names]
+                cublas, taken = micro[m, "cuBLAS"], [micro[m, name, kernel] for kernel in TIMED]
                 problem = MatmulProblem(m, n, k, jnp.dtype(jnp.bfloat16), format, False)
                 table.add_row(
-                    *(str(m), name, dispatch.choose(TargetDevice("cuda"), problem, None)[0]),
+                    *(str(m), name, dispatch.choose(this_device(), problem, None)[0]),
                     *(f"{time:.1f}" for time in taken),
                     *(f"{cublas / time:.2f}" for time in taken),
                     *(f"{weights[name][0].nbytes / np.nanmin(taken) / 1e6:.2f}", f"{cublas:.1f}"),
@@ -302,9 +327,10 @@ def print_docs(micro: Any, rows: Any, formats: dict[str, Any]) -> None:
     row = lambda name, cells: print(f"| {' | '.join([name, *cells])} |")
     row("rows of `x`", map(str, rows))
     row("---", ["---:"] * len(rows))
-    for name, kernel in it.product(formats, (*MODULES, "xla")):
+    for name, kernel in it.product(formats, TIMED):
         times = [micro[m, "cuBLAS"] / micro[m, name, kernel] for m in rows]
-        row(f"{name}, `{kernel}`", ["-" if np.isnan(time) else f"{time:.2f}" for time in times])
+        if not np.isnan(times).all():
+            row(f"{name}, `{kernel}`", ["-" if np.isnan(time) else f"{time:.2f}" for time in times])
     row("cuBLAS, us", [f"{micro[m, 'cuBLAS']:.0f}" for m in rows])
 
 
@@ -373,7 +399,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, interpreted, on any machine")
     parser.add_argument("--docs", action="store_true", help="print the table of docs/gpu_tpu.md")
     parser.add_argument("--tune", action="store_true", help="search configurations in place of timing")
-    parser.add_argument("--formats", nargs="*", choices=[*FORMATS], help="which of them to time")
+    parser.add_argument("--formats", nargs="*", choices=[*FORMATS, *BLOCK_SCALED], help="which of them to time")
     parser.add_argument("--rows", nargs="*", type=int, help="numbers of rows of x")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skip-check", action="store_true")
@@ -381,15 +407,17 @@ def main() -> None:
     if not arguments.smoke and jax.default_backend() != "gpu":
         sys.exit("There is no GPU. Run with --smoke to see whether the script works, or `nox -s aot`.")
     options = MeasureOptions(arguments.smoke, 2 if arguments.smoke else arguments.rounds)
-    names, rows, shapes = FORMATS, ROWS, SHAPES
+    names, rows, shapes = tuple(FORMATS), ROWS, SHAPES
     if arguments.docs:
         names, rows, shapes = DOCS_FORMATS, DOCS_ROWS, ((8192, 8192),)
+    if is_taken("scaled_matmul", 16, 8192, 8192, "bfloat16", eqq.MXFP8()):
+        names = (*names, *BLOCK_SCALED)
     if arguments.smoke:
         rows, shapes = (1, 20), ((1024, 136),)
-    formats = {name: FORMATS[name] for name in arguments.formats or names}
+    formats = {name: (FORMATS | BLOCK_SCALED)[name] for name in arguments.formats or names}
     device = jax.devices()[0].device_kind
     console.print(f"{device}, {os.cpu_count()} cores; JAX {jax.__version__}; {datetime.date.today()}\n")
-    if not arguments.skip_check and not check(options):
+    if not arguments.skip_check and not (check(options) and check_block_scaled()):
         sys.exit("A kernel is wrong.")
     if arguments.tune:
         tune(shapes, options)

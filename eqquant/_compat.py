@@ -261,9 +261,13 @@ def device_kind(context: mlir.LoweringRuleContext) -> str:
     return getattr(device, "device_kind", "")
 
 
-def compute_capability(context: mlir.LoweringRuleContext) -> float:
-    """Returns the compute capability of the target NVIDIA GPU; 9.0 if unknown."""
-    capability = getattr(_device(context), "compute_capability", None)
+def compute_capability(context: mlir.LoweringRuleContext | None) -> float:
+    """Returns the compute capability of the target NVIDIA GPU; 9.0 if unknown.
+
+    Without `context`, that of the default device.
+    """
+    device = jax.devices()[0] if context is None else _device(context)
+    capability = getattr(device, "compute_capability", None)
     try:
         return float(capability or 9.0)
     except ValueError:  # not an NVIDIA GPU

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import eqquant as eqq
+from eqquant import _compat
+from eqquant._array.codes import spread_tiles
 from eqquant._array.contraction import matmul_with, Options
 from eqquant._formats.layout import make_layout
 from eqquant._matmul import dispatch
@@ -204,6 +206,46 @@ def test_explain_matmul_names_both_formats(getkey):
         eqq.matmul(jnp.ones((4, 64)), w.array.T, implementation="cpu_int8")
     with pytest.raises(ValueError, match="eight-bit integers with one scale"):
         eqq.matmul(eqq.quantize(jnp.ones((4, 64)), "int4"), w.array.T, implementation="cpu_int8")
+
+
+BLOCK_SCALED = {
+    eqq.MXFP8(): "x256xf8E4M3FN>, tensor<1x5x8xf8E8M0FNU>, tensor<1x24x8xf8E8M0FNU>",
+    eqq.MXFP8("e5m2"): "x256xf8E5M2>, tensor<1x5x8xf8E8M0FNU>, tensor<1x24x8xf8E8M0FNU>",
+    eqq.NVFP4(): "x256xf4E2M1FN>, tensor<1x5x16xf8E4M3FN>, tensor<1x24x16xf8E4M3FN>",
+    eqq.NVFP4((16, 16)): "x256xf4E2M1FN>, tensor<1x5x16xf8E4M3FN>, tensor<1x24x16xf8E4M3FN>",
+}
+
+
+@pytest.mark.parametrize("format", BLOCK_SCALED, ids=repr)
+def test_block_scaled_products(getkey, monkeypatch, format):
+    """For CUDA they are one operation of XLA, which computes it on the CPU as well."""
+    x = eqq.quantize(weights(getkey(), (5, 256)), type(format)())
+    w = spread_tiles(eqq.quantize(weights(getkey(), (24, 256)), format))
+    blackwell = TargetDevice("cuda", capability=10.0)
+    y = dispatch.run_implementation(x, w, describe_matmul(x, w, False, None), blackwell, "scaled_matmul")
+    close(y, x.dequantize(), w.dequantize())
+    two = jax.tree_util.tree_map(lambda a: jnp.stack([a, a]), (x, w))
+    batched = dispatch.run_implementation(*two, describe_matmul(*two, False, None), blackwell, "scaled_matmul")
+    np.testing.assert_allclose(batched, jnp.stack([y, y]), rtol=1e-6)
+
+    monkeypatch.setattr(_compat, "compute_capability", lambda context: 10.0)
+    product = jax.jit(lambda x, w: eqq.matmul(x, w.T, implementation="scaled_matmul"))
+    program = product.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert "block_scaled_dot" in program and BLOCK_SCALED[format] in program
+    assert eqq.explain_matmul(x, w.T, platform="cuda").verdicts["scaled_matmul"] == "possible"
+
+
+def test_which_products_are_not_block_scaled():
+    problem = describe_matmul(*(eqq.quantize(jnp.ones((n, 256)), "mxfp8") for n in (5, 24)), False, None)
+    refusal = lambda capability=10.0, **changes: dispatch.find_refusal(
+        TargetDevice("cuda", capability=capability), problem._replace(**changes), "scaled_matmul"
+    )
+    assert refusal() is None and "the kernel needs 10.0" in refusal(9.0)
+    assert "one operand is in float" in refusal(activations=None)
+    assert "across the blocks" in refusal(transpose=True)
+    assert "rows of 272 are not whole blocks of 32" in refusal(k=272)
+    for other in (eqq.NVFP4(), eqq.MXFP4(), eqq.FP8(), eqq.Int8(32)):
+        assert "MXFP8 by MXFP8, and NVFP4 by NVFP4" in refusal(format=other)
 
 
 @pytest.mark.parametrize("x_format", [eqq.Int8(), eqq.Int8(symmetric=False)])

@@ -368,14 +368,14 @@ def test_what_kernels_need(changes, why):
 
 
 @pytest.mark.parametrize("capability", [8.9, 9.0, 10.0, 12.0])
-def test_the_kernel_for_hopper(monkeypatch, capability):
-    """It is for one generation of GPUs, and for JAX that has what it calls."""
+def test_the_kernel_for_hopper_and_blackwell(monkeypatch, capability):
+    """It is for two generations of GPUs, and for JAX that has what it calls."""
     refusal = ft.partial(dispatch.find_refusal, TargetDevice("cuda", capability=capability), PROBLEM, "mosaic_gpu")
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    needs = "it needs JAX 0.12" if capability == 9 else "and the kernel needs 9.0 or newer, and older than 10.0"
+    needs = "it needs JAX 0.12" if 9 <= capability <= 10 else "and the kernel needs 9.0 or newer, and older than 11.0"
     assert needs in refusal()
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    assert NEWEST is False or (refusal() is None) == (capability == 9)
+    assert NEWEST is False or (refusal() is None) == (9 <= capability <= 10)
 
 
 def test_symbolic_rows_take_xla():
@@ -409,7 +409,8 @@ def test_a_forced_implementation():
     with pytest.raises(ValueError, match="cannot take this product: it is for tpu, and this is cuda"):
         dispatch.choose(TargetDevice("cuda"), PROBLEM, "pallas_tpu")
     with pytest.raises(
-        ValueError, match="one of cpu, cpu_int8, mosaic_gpu, pallas_gpu, pallas_tpu, xla, or None. Got 'fast'"
+        ValueError,
+        match="one of cpu, cpu_int8, mosaic_gpu, pallas_gpu, pallas_tpu, scaled_matmul, xla, or None. Got 'fast'",
     ):
         dispatch.choose(TargetDevice("cuda"), PROBLEM, "fast")
     for format in (eqq.MXFP8(), eqq.NVFP4()):  # the weights, or their scales

@@ -22,70 +22,82 @@ if jax.__version_info__ < (0, 12):
 from eqquant._matmul.kernels import mosaic_decode, mosaic_gpu
 
 
-N, K = 136, 1024  # a whole and a partial tile of rows, and whole segments for every number of bits
+K = 1024  # whole segments for every number of bits
+HOPPER, BLACKWELL = (TargetDevice("cuda", capability=capability) for capability in (9.0, 10.0))
+ROWS = {HOPPER: 136, BLACKWELL: 264}  # of the weight: a whole and a partial tile
 WITHOUT = ("dynamic8", "codebook_256")  # their tables are too large
+on_both = pytest.mark.parametrize("gpu", ROWS, ids=["hopper", "blackwell"])
 
 
-def operands(getkey, name, m, dtype=jnp.bfloat16):
-    q = eqq.quantize(weights(getkey(), (N, K)), FORMATS[name].format)
+def operands(getkey, gpu, name, m, dtype=jnp.bfloat16):
+    if gpu == BLACKWELL and name.startswith("binary"):
+        pytest.skip("it takes no codes of one bit")
+    q = eqq.quantize(weights(getkey(), (ROWS[gpu], K)), FORMATS[name].format)
     x = weights(getkey(), (m, K)).astype(dtype)
     return x, q, np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
 
 
-def run(x, q, interpret=True, **options):
+def run(gpu, x, q, interpret=True, **options):
     layout = make_layout(q.format, K)
-    problem = {"transpose": False, "precision": "default"}
-    assert mosaic_gpu.refusal(layout, *x.shape[:1], N, x.dtype, target=TargetDevice("cuda"), **problem) is None
+    problem = {"transpose": False, "precision": "default", "target": gpu}
+    assert mosaic_gpu.refusal(layout, len(x), len(q), x.dtype, **problem) is None
     return mosaic_gpu.matmul(x, dispatch.as_packed_weight(q), layout, interpret=interpret, **problem, **options)
 
 
+@on_both
 @pytest.mark.parametrize("name, m", kernel_cases(WITHOUT))
-def test_product(getkey, name, m):
-    x, q, expected = operands(getkey, name, m)
-    y = run(x, q)
+def test_product(getkey, gpu, name, m):
+    x, q, expected = operands(getkey, gpu, name, m)
+    y = run(gpu, x, q)
     assert y.dtype == x.dtype and relative_error(y, expected) < 6e-3
 
 
+@on_both
 @pytest.mark.parametrize("name", mark_slow(4, [name for name in KINDS_IN_KERNELS if name not in WITHOUT]))
-def test_float16(getkey, name):
-    x, q, expected = operands(getkey, name, 5, jnp.float16)
-    assert relative_error(run(x, q), expected) < 1e-3
+def test_float16(getkey, gpu, name):
+    x, q, expected = operands(getkey, gpu, name, 5, jnp.float16)
+    assert relative_error(run(gpu, x, q), expected) < 1e-3
 
 
 @pytest.mark.parametrize("levels", [np.linspace(-1e-6, 2e-6, 16), np.linspace(-1e6, 2e6, 16)])
 def test_values_beyond_float16(getkey, levels):
     """With more rows than those for which the kernel scales sums."""
-    q, x = eqq.quantize(weights(getkey(), (N, K)), eqq.Codebook(levels)), weights(getkey(), (64, K)).astype("float16")
+    q, x = eqq.quantize(weights(getkey(), (136, K)), eqq.Codebook(levels)), weights(getkey(), (64, K)).astype("float16")
     expected = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
-    assert relative_error(run(x, q), expected) < 1e-3
-    small, options = make_layout(eqq.Codebook(levels, block_size=32), K), {"transpose": False, "precision": "default"}
-    why = mosaic_gpu.refusal(small, 1, N, x.dtype, target=TargetDevice("cuda"), **options)
-    assert "float16 might not hold the weights" in why
+    assert relative_error(run(HOPPER, x, q), expected) < 1e-3
+    for gpu, size in ((HOPPER, 32), (BLACKWELL, 64)):
+        layout = make_layout(eqq.Codebook(levels, block_size=size), K)
+        why = mosaic_gpu.refusal(layout, 1, 512, x.dtype, target=gpu, transpose=False, precision="default")
+        assert "float16 might not hold the weights" in why
 
 
+@on_both
 @pytest.mark.parametrize("m", [7, 64])
 @pytest.mark.parametrize("name", mark_slow(12, [name for name in IN_KERNELS if name not in WITHOUT]))
-def test_no_races(getkey, name, m):
+def test_no_races(getkey, gpu, name, m):
     """With parts of sums, and tiles that are loaded while others are in use."""
-    x, q, expected = operands(getkey, name, m)
-    config = mosaic_gpu.tune(make_layout(q.format, K), m, N, x.dtype)._replace(segments=1, parts=2, stages=2)
+    x, q, expected = operands(getkey, gpu, name, m)
+    config = mosaic_gpu.tune(make_layout(q.format, K), m, len(q), x.dtype, gpu)
+    config = config._replace(segments=1, parts=2, stages=2)
     interpret = mosaic_gpu.plgpu.InterpretGPUParams(detect_races=True, on_race="raise")
-    assert relative_error(run(x, q, interpret, config=config), expected) < 6e-3
+    assert relative_error(run(gpu, x, q, interpret, config=config), expected) < 6e-3
 
 
 def test_unsupported_products():
     layout = lambda format, k=K: make_layout(eqq.quantize(jnp.ones((1, k)), format).format, k)
-    options = {"m": 1, "n": N, "dtype": jnp.bfloat16, "transpose": False, "precision": "default"}
-    why = ft.partial(mosaic_gpu.refusal, **options, target=TargetDevice("cuda"))
+    options = {"m": 1, "n": 136, "dtype": jnp.bfloat16, "transpose": False, "precision": "default"}
+    why = ft.partial(mosaic_gpu.refusal, **options, target=HOPPER)
     assert why(layout("nf4")) is None
     assert "sums across" in why(layout("nf4"), transpose=True)
     assert "float32" in why(layout("nf4"), dtype=jnp.float32)
     assert "256 values" in why(layout(eqq.Dynamic8()))
+    assert why(layout("binary")) is None and "codes of one bit" in why(layout("binary"), target=BLACKWELL)
     assert "lie in several" in why(layout("int3"))
     assert "whole segments of 128" in why(layout("nf4", 576))
     assert "blocks of 48" in why(layout(eqq.Int4(block_size=48)))
     for n in (0, 120, 137):
         assert f"the weight has {n} rows; it takes a multiple of 8, 128 or more" in why(layout("nf4"), n=n)
+    assert "the weight has 136 rows; it takes a multiple of 8, 256 or more" in why(layout("nf4"), target=BLACKWELL)
 
 
 # PTX

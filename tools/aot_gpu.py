@@ -1,10 +1,11 @@
-"""Compiles the kernels for an H100 on a machine without a GPU, with the same compiler: `nox -s aot`.
+"""Compiles the kernels for GPUs on a machine without one, with the same compiler: `nox -s aot`.
 
 What compiles here compiles there. For every format that has a kernel, it prints registers, spills, and the
 instructions per weight and thread in the main loop: those of `mosaic_gpu`, in the last rows, without those that a warp
 runs once for all its threads. It fails if a kernel does not compile, if a dense weight is
-written to memory, or if a kernel that is the default spills registers. It does not measure time. `--ada` compiles for
-an RTX 4090, to see whether kernels fit into 99 KiB of shared memory, and allows spills.
+written to memory, or if a kernel that is the default spills registers. It does not measure time. `--gpu` is `h100`,
+`b200`, or `rtx4090`, to see whether kernels fit into 99 KiB of shared memory; there spills are allowed. A process
+compiles for one GPU: Mosaic keeps the architecture of the first.
 """
 
 import argparse
@@ -36,6 +37,11 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+B200 = (
+    H100.replace("core_count: 132", "core_count: 148")
+    .replace("capability { major: 9 }", "capability { major: 10 }")
+    .replace("NVIDIA H100 80GB HBM3", "NVIDIA B200")
+)
 ADA = (
     H100.replace("major: 9", "major: 8 minor: 9")
     .replace(
@@ -44,13 +50,14 @@ ADA = (
     )
     .replace("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090")
 )
+GPUS = {"h100": (H100, "sm_90a"), "b200": (B200, "sm_100a"), "rtx4090": (ADA, "sm_89")}
 
 
 class Kernel(collections.namedtuple("Kernel", "registers spills shared_memory loop")):
     """What the assembler reports of one kernel, and the number of instructions in its main loop."""
 
 
-def kernels_in(directory: Path, architecture: str = "sm_90a") -> list[Kernel]:
+def kernels_in(directory: Path, architecture: str) -> list[Kernel]:
     """Assembles the PTX of our kernels that the compiler left in a directory."""
     found = []
     for path in sorted(directory.glob("*.ptx")):
@@ -89,7 +96,10 @@ def tool(name: str) -> str:
 
 
 def main_loop(sass: str) -> int:
-    """The number of instructions of a thread in the shortest loop with all `wgmma`, or else in the longest."""
+    """The number of instructions of a thread in the shortest loop with all products, or else in the longest.
+
+    The products are those of `mosaic_gpu`, by `wgmma` or `tcgen05`.
+    """
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops: list[list[str]] = [[]]
@@ -98,10 +108,11 @@ def main_loop(sass: str) -> int:
             labels[label[1]] = len(instructions)
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(.*?);", line):
             instructions.append(instruction[1])
-            jump = re.search(r"BRA.*?(\.L_x_\d+)", instruction[1])
+            # Under a condition: after a wait, a program jumps back from its end without one.
+            jump = re.search(r"(?:P\d.*BRA|BRA.*P\d).*?(\.L_x_\d+)", line)
             if jump and jump[1] in labels:
                 loops.append(instructions[labels[jump[1]] :])
-    multiply = lambda loop: sum(name.startswith("HGMMA") for name in loop)
+    multiply = lambda loop: sum(name.startswith(("HGMMA", "UTCHMMA")) for name in loop)
     if multiply(instructions) == 0:
         return max(map(len, loops))
     # Instructions on registers of the warp have names with U.
@@ -112,7 +123,7 @@ def main_loop(sass: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="*", help="names of the tests' table of formats; all unless given")
-    parser.add_argument("--ada", action="store_true", help="for an RTX 4090")
+    parser.add_argument("--gpu", choices=GPUS, default="h100")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         # PTX alone: printing the program after each pass of Triton takes seven times as long as to compile it.
@@ -136,14 +147,15 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
     from tests.helpers import FORMATS, IN_KERNELS, report
 
     names = arguments.formats or IN_KERNELS
-    config = ADA if arguments.ada else H100
+    config, architecture = GPUS[arguments.gpu]
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=config)
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    device = mesh.devices.flat[0].device_kind
+    device = mesh.devices.flat[0]
+    target = TargetDevice("cuda", device.device_kind, float(device.compute_capability))
     table = Table(
         *("format", "kernel", "product", "registers", "spills", "shared KiB", "per weight", "temp MiB", "chosen"),
-        title=f"W({N}, {K}), compiled for {device}, JAX {jax.__version__}",
+        title=f"W({N}, {K}), compiled for {target.device}, JAX {jax.__version__}",
     )
     failures = []
     known: dict[Any, Any] = {}
@@ -156,7 +168,7 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
         args = jax.tree_util.tree_map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), (x, q))
         clear(directory)  # so that the program is alone there
         problem = MatmulProblem(m, N, K, jnp.dtype(dtype), format, transpose)
-        if dispatch.find_refusal(TargetDevice("cuda"), problem, implementation) is not None:
+        if dispatch.find_refusal(target, problem, implementation) is not None:
             return  # other implementations take it
         product = f"{jnp.dtype(dtype).name}({m}, {x.shape[1]}) . {'W' if transpose else 'W^T'}"
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -165,16 +177,17 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
             except jax.errors.JaxRuntimeError as error:
                 failures.append(f"{name} {implementation} {product}: {str(error).splitlines()[0]}")
                 return
-        chosen = dispatch.choose(TargetDevice("cuda"), problem, None)[0] == implementation
+        chosen = dispatch.choose(target, problem, None)[0] == implementation
         layout = problem.layout
         # Mosaic compiles a program once, for all tables that it reads from memory.
         key = (implementation, layout._replace(table=()), layout.kind, m, dtype, transpose)
-        known[key] = (*kernels_in(directory, "sm_89" if arguments.ada else "sm_90a"), known.get(key))[0]
+        known[key] = (*kernels_in(directory, architecture), known.get(key))[0]
         kernel = known[key]
         if implementation == "mosaic_gpu":
-            weights = mosaic_gpu.tune(layout, m, N, dtype).segments * layout.planes * 64 * 64 / 128
+            rows = mosaic_gpu.generation(target).rows
+            weights = mosaic_gpu.tune(layout, m, N, dtype, target).segments * layout.planes * 64 * rows / 128
         else:
-            config = pallas_gpu.tune(device, layout.bits, jnp.dtype(dtype).itemsize, m, transpose=transpose)
+            config = pallas_gpu.tune(target.device, layout.bits, jnp.dtype(dtype).itemsize, m, transpose=transpose)
             tile_bytes = pallas_gpu._run_bytes(layout) if transpose else pallas_gpu._step_bytes(layout)
             weights = config.tile_n * tile_bytes * layout.planes / (32 * config.num_warps)
         temp = program.memory_analysis().temp_size_in_bytes / 2**20
@@ -192,7 +205,7 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
         dense = re.search(rf"\b(bf16|f16|f32)\[({N},{K}|{K},{N})\]", program.as_text())
         # Temporary arrays hold partial sums of parts (split-K).
         is_strict = chosen or implementation == "mosaic_gpu"
-        if dense or temp > 20 or (is_strict and kernel.spills and not arguments.ada):
+        if dense or temp > 20 or (is_strict and kernel.spills and config != ADA):
             why = f"{dense and dense[0]}, {temp:.1f} MiB, {kernel.spills} bytes spilled"
             failures.append(f"{name} {implementation} {product}: {why}")
 
@@ -222,9 +235,10 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
                 *((16, "bfloat16", True), (64, "bfloat16", True), (16, "float32", False)),
             ):
                 compile_product(name, "pallas_gpu", m, dtype, transpose)
-            for m, dtype in ((1, "bfloat16"), (16, "bfloat16"), (16, "float16"), (64, "bfloat16"), (256, "bfloat16")):
-                if not arguments.ada:
-                    compile_product(name, "mosaic_gpu", m, dtype)
+            # On Blackwell, one row takes the same program as 16.
+            few = () if mosaic_gpu.generation(target).least_m == 16 else ((1, "bfloat16"),)
+            for m, dtype in (*few, (16, "bfloat16"), (16, "float16"), (64, "bfloat16"), (256, "bfloat16")):
+                compile_product(name, "mosaic_gpu", m, dtype)
     return report(table, failures)
 
 

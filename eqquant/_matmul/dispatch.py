@@ -26,7 +26,7 @@ from .._formats.base import has_zero_points
 from .._native import library
 from .._native.weight import StoredWeight
 from .._numerics.scale_bits import scale_to_bits
-from .kernels import xla, xla_codes, xla_cpu
+from .kernels import scaled_matmul, xla, xla_codes, xla_cpu
 from .kernels.packed import as_integers, decode_bytes, PackedWeight
 from .problem import MatmulProblem, TargetDevice
 from .rows import AbstractRows, Activations, StaticRows
@@ -171,11 +171,27 @@ def as_quantized(x: Activations) -> QuantizedArray:
     return dataclasses.replace(x, gradient_of=None)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
-def _cpu_int8_refusal(problem: MatmulProblem, target: TargetDevice) -> str | None:
+def _float_refusal(problem: MatmulProblem) -> str | None:
+    """Returns why codes cannot be multiplied with codes, or `None` if they can."""
     if problem.activations is None:
         return "it multiplies codes with codes, and one operand is in float"
-    if problem.transpose:
-        return "the sum runs across the blocks of the weight"
+    return "the sum runs across the blocks of the weight" if problem.transpose else None
+
+
+def _scaled_matmul_refusal(problem: MatmulProblem, target: TargetDevice) -> str | None:
+    del target
+    return _float_refusal(problem) or scaled_matmul.refusal(problem.x_layout, problem.layout)
+
+
+def _run_scaled_matmul(x: Activations, w: QuantizedArray, problem: MatmulProblem, target: TargetDevice) -> Array:
+    del target
+    operands = as_packed_weight(as_quantized(x)), as_packed_weight(w)
+    return scaled_matmul.matmul(*operands, problem.x_layout, problem.layout).astype(problem.dtype)
+
+
+def _cpu_int8_refusal(problem: MatmulProblem, target: TargetDevice) -> str | None:
+    if (why := _float_refusal(problem)) is not None:
+        return why
     layout = problem.x_layout
     if layout.kind != "integer" or layout.bits != 8 or not layout.per_channel or not -255 <= layout.lowest <= 0:
         return f"it takes eight-bit integers with one scale for each row of activations, not {problem.activations!r}"
@@ -236,12 +252,18 @@ IMPLEMENTATIONS = {
     ),
     "mosaic_gpu": _wrap_kernel(
         ft.partial(import_kernel, "mosaic_gpu"),
-        _GPU._replace(backend="mosaic_gpu", jax=(0, 12), capabilities=(9.0, 10.0)),
+        _GPU._replace(backend="mosaic_gpu", jax=(0, 12), capabilities=(9.0, 11.0)),
     ),
     "pallas_gpu": _wrap_kernel(
         ft.partial(import_kernel, "triton.product"), _GPU._replace(backend="triton", capabilities=(8.0, math.inf))
     ),
     "pallas_tpu": _wrap_kernel(ft.partial(import_kernel, "pallas_tpu"), _Needs("tpu", backend="tpu")),
+    "scaled_matmul": _Implementation(
+        _GPU._replace(capabilities=(10.0, math.inf)),
+        _scaled_matmul_refusal,
+        _run_scaled_matmul,
+        multiplies_codes=lambda problem, target: True,
+    ),
     "xla": _Implementation(
         _Needs(), _never_refuse, _run_xla, lambda problem, target: xla_operand_type(problem, target) is not None
     ),

@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax.lax import PrecisionLike
 from rich.table import Table
 
+from .. import _compat
 from .._array.array import is_quantized, QuantizedArray
 from .._array.contraction import matmul
 from .._array.primitive import quantized_matmul_p, unflatten_operands
@@ -109,7 +110,7 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
         verdicts = {"dense": f"{why}: dequantize, then multiply"}
         return MatmulExplanation(problem, platform, "dense", verdicts, f"{dtype} x {dtype}")
     problem = describe_matmul(*product)
-    target = TargetDevice(platform)
+    target = TargetDevice(platform, capability=_compat.compute_capability(None))
     name, reason = choose(target, problem, None)
     decoded = decode_reason(problem, target, name)
     reason = reason if decoded is None else f"{reason}. Activations are decoded: {decoded}"
@@ -128,7 +129,8 @@ def find_implementation(equation: JaxprEqn) -> str:
     params = equation.params
     operands = unflatten_operands([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
     problem = describe_matmul(*operands, params["transpose"], params["precision"])
-    return choose(TargetDevice(_check_platform(None)), problem, params["implementation"])[0]
+    target = TargetDevice(_check_platform(None), capability=_compat.compute_capability(None))
+    return choose(target, problem, params["implementation"])[0]
 
 
 def _find_products(

@@ -92,7 +92,8 @@ def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **pa
 
 def _impl(*args: Array, **params: object) -> Array:
     platform = next(iter(args[0].devices())).platform
-    return _compute(TargetDevice("cuda" if platform == "gpu" else str(platform)), *args, **params)  # pyright: ignore[reportArgumentType]
+    platform, capability = "cuda" if platform == "gpu" else str(platform), _compat.compute_capability(None)
+    return _compute(TargetDevice(platform, capability=capability), *args, **params)  # pyright: ignore[reportArgumentType]
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Tangent], **params: object) -> tuple[Array, Tangent]:

@@ -116,9 +116,12 @@ def make_pairs(layout: Layout, dtype: DTypeLike) -> UInt32[np.ndarray, "pairs la
 
 
 def decode(
-    codes: UInt8[Array, "rows bytes"], pairs: Any, layout: Layout, dtype: DTypeLike, interpret: bool
+    codes: UInt8[Array, "rows bytes"], pairs: Any, layout: Layout, dtype: DTypeLike, registers: Any, interpret: bool
 ) -> list[Float[Array, "rows bytes"]]:
-    """Returns the values of each plane of a segment, in the layout of the operand of `wgmma`."""
+    """Returns the values of each plane of a segment.
+
+    They lie in `registers` of threads as the codes do, by which each holds pairs of neighbors.
+    """
     if layout.kind in ("float8_e4m3fn", "float8_e5m2"):
         values = jax.lax.bitcast_convert_type(codes, jnp.dtype(layout.kind)).astype(jnp.float16)  # exactly
         return [values if dtype == jnp.float16 else values.astype(jnp.float32).astype(dtype)]
@@ -131,9 +134,9 @@ def decode(
         mask = jnp.uint8(2**layout.bits - 1)
         planes = [codes >> jnp.uint8(layout.bits * plane) & mask for plane in range(layout.planes)]
         return [look_up(plane, layout).astype(dtype) for plane in planes]
-    out = plgpu.ShapeDtypeStruct(codes.shape, dtype, layout=plgpu.Layout.WGMMA)
+    out = plgpu.ShapeDtypeStruct(codes.shape, dtype, layout=registers)
     tables, types = ([], []) if pairs is None else ([pairs], [plgpu.RefType()])
-    inline = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *types), return_type=(out,) * layout.planes)
+    inline = plgpu.inline_mgpu(arg_types=(registers, *types), return_type=(out,) * layout.planes)
     return list(inline(lambda context, *args: _decode_registers(*args, layout=layout, dtype=dtype))(codes, *tables))
 
 

@@ -28,12 +28,7 @@ for command in (inspect, quantize, convert, compare, plan, explain, formats, ben
 @app.callback(invoke_without_command=True)
 def _version(version: bool = typer.Option(False, "--version", help="Prints what is installed.")) -> None:
     if version:
-        import platform
-        from importlib.metadata import version as version_of
+        from .main import describe_versions
 
-        from eqquant._native import library
-
-        typer.echo(f"eqquant {version_of('eqquant')}\n{library.describe()}")
-        others = ", ".join(f"{name} {version_of(name)}" for name in ("jax", "jaxlib", "equinox"))
-        typer.echo(f"{others}, Python {platform.python_version()}, {platform.platform()}")
+        typer.echo(describe_versions())
         raise typer.Exit()

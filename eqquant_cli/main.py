@@ -1,10 +1,14 @@
 """`eqquant`: the program. One file for each command; this one handles errors."""
 
 import importlib
+import os
+import platform
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 
@@ -14,6 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     The code is 0 if it succeeded, 1 for an error, 2 for wrong arguments, 130 for Ctrl-C, and 143 for SIGTERM.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given == ["--version"]:  # without typer too
+        print(describe_versions())
+        sys.exit(0)
     try:
         importlib.import_module("typer")
     except ImportError:
@@ -22,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     debug = "--debug" in given
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
+    sys.unraisablehook = _stop_again
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warner()
@@ -32,9 +40,27 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = e.code
     finally:
         signal.signal(signal.SIGTERM, before)
+        sys.unraisablehook = sys.__unraisablehook__
     if code in (130, 143):  # of typer for Ctrl-C, and of SIGTERM
         _stop("stopped. No file was written.", code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def describe_versions() -> str:
+    """Returns what is installed, as a report of a bug needs it."""
+    from eqquant._native import library
+
+    others = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "equinox"))
+    machine = f"{others}, Python {platform.python_version()}, {platform.platform()}"
+    return f"eqquant {version('eqquant')}\n{library.describe()}\n{machine}"
+
+
+def _stop_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Sends SIGTERM once more if a callback, such as JAX's for garbage collection, discarded the exit."""
+    if isinstance(unraisable.exc_value, SystemExit):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _handle(e: Exception, debug: bool) -> NoReturn:

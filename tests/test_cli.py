@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
+import weakref
 
 import equinox as eqx
 import jax
@@ -550,6 +552,23 @@ def test_sigterm_leaves_nothing(run, checkpoint, tmp_path, monkeypatch, output):
     assert "stopped. No file was written." in run("quantize", checkpoint, tmp_path / output[0], *output[1:], code=143)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_within_a_callback_stops_too(run, checkpoint, tmp_path, monkeypatch):
+    """Python discards what a weak reference's callback raises, and JAX's callbacks at garbage collections likewise."""
+
+    class Object:
+        pass
+
+    def read(*_: object) -> None:
+        thing = Object()
+        _kept = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
+        del thing
+        for _ in range(300):  # the discarded exit comes again
+            time.sleep(0.1)
+
+    monkeypatch.setattr(eqq.io.Checkpoint, "__getitem__", read)
+    assert "stopped. No file was written." in run("quantize", checkpoint, tmp_path / "out.safetensors", code=143)
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])

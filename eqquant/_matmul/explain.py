@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.extend.core import JaxprEqn
 from jax.lax import PrecisionLike
+from rich.markup import escape
 from rich.table import Table
 
 from .. import _compat
@@ -46,11 +47,12 @@ class MatmulExplanation(Report):
         table.title = f"{p.dtype}{weight}, {p.format!r}, on {self.platform}"
         if p.activations is not None:
             table.title = f"{p.dtype}{weight}, {p.format!r} x {p.activations!r}, on {self.platform}: {self.types}"
+        table.title = escape(table.title)
         by_verdict: dict[str, list[str]] = {}  # implementations with the same verdict share a row
         for name, verdict in self.verdicts.items():
             by_verdict.setdefault(verdict, []).append(name)
         for verdict, names in by_verdict.items():
-            table.add_row(", ".join(names), verdict, style="bold" if self.implementation in names else None)
+            table.add_row(", ".join(names), escape(verdict), style="bold" if self.implementation in names else None)
         return table
 
 

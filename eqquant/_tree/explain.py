@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from jax.extend.core import JaxprEqn
 from jax.tree_util import KeyPath
 from jaxtyping import Array
+from rich.markup import escape
 from rich.table import Table
 
 from .._array.array import is_quantized
@@ -117,7 +118,7 @@ class CallExplanation(Report):
             use += f" ({', '.join(w.implementations)})" if w.implementations else ""
             decoded = show_bytes(w.decoded_nbytes) if w.decoded_nbytes else ""
             style = "bold" if w.remedy else None if w.format else "dim"
-            texts = (w.format or "float", use, "\n".join(map(os.path.basename, w.lines)), w.remedy)
+            texts = map(escape, (w.format or "float", use, "\n".join(map(os.path.basename, w.lines)), w.remedy))
             table.add_row(Name(w.path), *texts, show_bytes(w.nbytes), decoded, style=style)
         return table
 

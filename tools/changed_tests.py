@@ -60,6 +60,7 @@ TESTS = {
     "kernels/pallas_tpu": PALLAS_TPU,
     "kernels/vpu": PALLAS_TPU,
     "kernels/mosaic": "test_mosaic_gpu.py --every 10",
+    "kernels/scaled_matmul": "test_activations.py -k block_scaled",
     "kernels/triton": "test_pallas_gpu.py --every 10",
     "kernels/packed": "test_xla_cpu.py test_dispatch.py -k 'format or length or pref or forced or on_gpu' --every 6",
     "kernels/xla_cpu": "test_xla_cpu.py test_dispatch.py -k 'xla_cpu or pref'",

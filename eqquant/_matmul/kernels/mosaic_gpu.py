@@ -183,7 +183,10 @@ def _add_products(
 
 
 class _TensorMemory(NamedTuple):
-    """The tensor memory of the two warpgroups that compute. Each has a range of columns, and of barriers."""
+    """The tensor memory of the two warpgroups that compute.
+
+    Each has its own columns and barriers.
+    """
 
     values: Ref  # `_SLOTS` left operands
     total: Ref

@@ -1,9 +1,9 @@
-"""`scaled_matmul`: codes times codes by the block-scaled instructions of Blackwell GPUs, with `jax.nn.scaled_matmul`.
+"""`scaled_matmul`: codes times codes, by the block-scaled instructions of Blackwell GPUs.
 
     y(m, n) = sum_blocks x_scale(m, block) * w_scale(n, block) * (x(m, block) . w(n, block)^T)
 
-The tensor cores multiply blocks of 32 of MXFP8, and blocks of 16 of NVFP4, and apply both scales. XLA asks cuDNN for
-that, and where cuDNN declines, XLA decodes both operands to float32 instead.
+The tensor cores multiply blocks of 32 of MXFP8, and blocks of 16 of NVFP4, and apply both scales.
+`jax.nn.scaled_matmul` asks cuDNN for that, and where cuDNN declines, XLA decodes both operands to float32 instead.
 """
 
 import math

@@ -70,8 +70,9 @@ def generation(target: TargetDevice) -> Generation:
 class Config(NamedTuple):
     """The tiling of a product.
 
-    Each program computes `tile_m` rows of the result, and 128 or 256 columns. It loads `segments` of the rows at a time, and `stages` times ahead. `parts` programs share each sum (split-K).
-    `scale_weights` scales weights instead of the products of blocks.
+    Each program computes `tile_m` rows of the result, and 128 or 256 columns. It loads `segments` of the rows at a
+    time, and `stages` times ahead. `parts` programs share each sum (split-K). `scale_weights` scales weights instead of
+    the products of blocks.
     """
 
     tile_m: int

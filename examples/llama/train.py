@@ -2,6 +2,7 @@
 
 python train.py FOLDER                   # config.json, model.safetensors and tokenizer.json: some minutes on two cores
 python generate.py FOLDER "A function is"
+python train.py FOLDER --four-bits       # goes on in four bits: rounding, QAT and QAD, and how far each is from floats
 
 A run that was stopped goes on where it was: the state of training is in FOLDER/training.safetensors. The last tenth of
 the text is held out. The measure is bits per byte, the size of that text if the model compressed it.
@@ -25,7 +26,7 @@ import optax
 from configuration import from_json
 from export import write_folder
 from jaxtyping import Array, Float, Int, PyTree
-from llama import Cache, Llama
+from llama import Cache, Llama, load
 from tokenizers import decoders, models, pre_tokenizers, Tokenizer, trainers
 
 import eqquant as eqq
@@ -99,11 +100,14 @@ def windows(ids: Int[np.ndarray, " tokens"], length: int) -> Int[np.ndarray, "wi
     return np.stack([ids[n * length : (n + 1) * length + 1] for n in range(count)])
 
 
+def compute_logits(model: Llama, windows: Int[Array, "batch length"]) -> Float[Array, "batch tokens vocabulary"]:
+    batch, length = windows.shape
+    return model(windows[:, :-1], Cache.empty(model.config, batch, length - 1))[0]
+
+
 def log_likelihood(model: Llama, windows: Int[Array, "batch length"]) -> Float[Array, "batch tokens"]:
     """The base-two logarithm of the probability of each token, given the tokens before it."""
-    batch, length = windows.shape
-    cache = Cache.empty(model.config, batch, length - 1)
-    logits, _ = model(windows[:, :-1], cache)
+    logits = compute_logits(model, windows)
     return -optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]) / jnp.log(2)
 
 
@@ -158,6 +162,38 @@ def train(folder: Path, size: Size, seconds: float = float("inf")) -> float | No
     return bits
 
 
+def train_four_bits(folder: Path, size: Size) -> dict[str, float]:
+    """Rounds the model of a folder to MXFP4, with activations in MXFP8, and trains it: by the text, or by the floats.
+
+    Prints and returns the divergence of the next token from the float model, in nats, over the text held out.
+    """
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens = [np.asarray(tokenizer.encode(text).ids, np.int32) for text in texts()]
+    inside, held_out = (windows(ids, size.context) for ids in tokens)
+    batches = np.array_split(np.random.default_rng(0).permutation(inside), len(inside) // size.batch)
+    batches, passes = [jnp.asarray(batch[: size.batch]) for batch in batches[: size.steps]], 2
+    model = load(eqq.io.open(folder))
+    rounded = eqq.quantize_tree(model, "mxfp4", activations="mxfp8", simulate=True)
+    optim = optax.adam(optax.cosine_decay_schedule(1e-4, passes * len(batches)))
+
+    @eqx.filter_jit
+    def step(qat: Llama, state: PyTree, batch: Array) -> tuple[Llama, PyTree]:
+        updates, state = optim.update(eqx.filter_grad(loss)(qat, batch), state)
+        return eqx.apply_updates(qat, updates), state
+
+    qat, state = rounded, optim.init(eqx.filter(rounded, eqx.is_inexact_array))
+    for batch in passes * batches:
+        qat, state = step(qat, state, batch)
+    options = {"loss": "kl", "apply": compute_logits, "held_out": batches[:1], "passes": passes}
+    qad = eqq.distill(rounded, model, batches[1:], **options)
+    found = {}
+    for name, trained in {"rounding": rounded, "QAT": qat, "QAD": qad}.items():
+        report = eqq.analysis.output_divergence(model, eqq.finalize(trained), held_out, apply=compute_logits)
+        found[name], error = report.kl, report.kls.std() / report.outputs**0.5
+        print(f"{name}: {report.kl:.4f} ± {error:.4f} nats, {report.kl / found['rounding']:.2f} of rounding")
+    return found
+
+
 def bits_per_byte(model: Llama, tokenizer: Tokenizer, text: str, context: int, at_once: int = 8) -> float:
     """Of a text, as far as it fills batches of windows."""
     ids = np.asarray(tokenizer.encode(text).ids, np.int32)
@@ -172,15 +208,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="where the model is written")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stops after so long; run again to go on")
+    parser.add_argument("--four-bits", action="store_true", help="goes on with the model in FOLDER, in four bits")
     parser.add_argument("--smoke", action="store_true", help="tries everything with a tiny model")
     options = parser.parse_args(arguments)
     if options.smoke:
         with tempfile.TemporaryDirectory() as folder:
             train(options.folder or Path(folder), SMOKE)
+            train_four_bits(options.folder or Path(folder), SMOKE)
         return
     if options.folder is None:
         parser.error("FOLDER must be where the model is written. Got none.")
-    train(options.folder, SMALL, options.seconds)
+    if options.four_bits:
+        train_four_bits(options.folder, SMALL)
+    else:
+        train(options.folder, SMALL, options.seconds)
 
 
 if __name__ == "__main__":

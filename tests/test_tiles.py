@@ -147,12 +147,12 @@ def write_tiles(folder, codes, scale):
     return eqq.io.open(folder)
 
 
-@pytest.mark.parametrize("shape", [(256, 384), (300, 384), (2, 256, 128), (64, 128)])
+@pytest.mark.parametrize("shape", [(256, 384), (300, 200), (2, 256, 128), (64, 128)])
 def test_a_checkpoint_in_tiles(tmp_path, shape):
     """Scales take as many bytes as in the file, and are written as they were."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 120, shape).astype(np.uint8)
-    scale = rng.random((*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128)).astype(np.float32)
+    scale = rng.random((*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))).astype(np.float32)
     q = write_tiles(tmp_path / "theirs", codes, scale)["l.weight"]
     assert q.format == eqq.FP8(block_size=(128, 128)) and q.nbytes == codes.nbytes + scale.nbytes
     expected = codes.view(jnp.float8_e4m3fn).astype(np.float32) * spread(scale, shape, (128, 128))
@@ -168,6 +168,8 @@ def test_a_checkpoint_in_tiles(tmp_path, shape):
         first, last = header[f"l.weight{part}"]["data_offsets"]
         assert raw[start + first : start + last] == values.tobytes()
     assert_same(eqq.io.open(tmp_path / "out")["l.weight"], q)
+    if shape[1] % 16:
+        return
     # Libraries without tiles get the scales of rows, with the same values.
     tiled = eqq.quantize(jnp.asarray(expected), eqq.NVFP4((16, 16)))
     eqq.io.write(tmp_path / "rows", {"l.weight": tiled}, "compressed-tensors")

@@ -82,28 +82,92 @@ def test_compressed_tensors(tmp_path, format):
 ALONE = [
     *(eqq.Int4(32, symmetric=False), eqq.Int2(symmetric=False), eqq.MXFP4()),
     *(eqq.Int3(symmetric=False), eqq.Int5(), eqq.Int6(None), eqq.Int6(32, symmetric=False)),
+    *(eqq.FP8(block_size=(128, 128)), eqq.FP8(block_size=(32, 64))),
 ]
 
 
-@pytest.mark.parametrize("format", ALONE, ids=str)
-def test_decompressing_by_compressed_tensors_alone(tmp_path, format):
-    """What transformers does not load into a float32 model: packed zero points, and MXFP4, which is bfloat16."""
-    from compressed_tensors.compressors import BaseCompressor
+def open_folder(folder, arrays):
+    """Writes a folder of compressed-tensors. Yields the name, array, tensors and settings of each quantized weight."""
     from compressed_tensors.quantization import QuantizationConfig
     from safetensors.torch import load_file
 
-    arrays = llama.quantize_model(format)
-    eqq.io.write(tmp_path / "model", arrays, "compressed-tensors", config=llama.CONFIG.to_dict())
-    stored = load_file(tmp_path / "model" / "model.safetensors")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    eqq.io.write(folder, arrays, "compressed-tensors", config=llama.CONFIG.to_dict())
+    stored = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
     (scheme,) = QuantizationConfig(**config).config_groups.values()
     for name, q in arrays.items():
         if eqq.is_quantized(q):
             layer = name.removesuffix("weight")
             assert layer[:-1] in scheme.targets
-            state = {key.removeprefix(layer): x for key, x in stored.items() if key.startswith(layer)}
-            dense = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)["weight"]
-            np.testing.assert_array_equal(dense.float().numpy(), q.astype(jnp.float32).dequantize())
+            yield name, q, {key.removeprefix(layer): x for key, x in stored.items() if key.startswith(layer)}, scheme
+
+
+@pytest.mark.parametrize("format", ALONE, ids=str)
+def test_decompressing_by_compressed_tensors_alone(tmp_path, format):
+    """What transformers does not load into a float32 model: packed zero points, MXFP4 (bfloat16), and tiles."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    for _, q, state, scheme in open_folder(tmp_path / "model", llama.quantize_model(format)):
+        dense = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)["weight"]
+        np.testing.assert_array_equal(dense.float().numpy(), q.astype(jnp.float32).dequantize())
+
+
+@pytest.mark.parametrize("size, tolerance", [(2.0**-9, 0), (3e-3, 3e-7)])
+def test_nvfp4_of_compressed_tensors_and_of_modelopt(tmp_path, size, tolerance):
+    """Weights are ours to the bit if the scale of a matrix is a power of two, whose reciprocal is exact.
+
+    What its own converter makes of ModelOpt's file is what we write for compressed-tensors.
+    """
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from safetensors.torch import load_file
+
+    def rescale(q):  # the scale of a matrix follows from its amax
+        return eqq.quantize(q.dequantize() * (size * 6 * 448 / jnp.abs(q.dequantize()).max()), eqq.NVFP4())
+
+    arrays = {name: rescale(q) for name, q in llama.quantize_model(eqq.NVFP4()).items() if eqq.is_quantized(q)}
+    eqq.io.write(tmp_path / "modelopt", arrays, "modelopt")
+    converted = load_file(tmp_path / "modelopt" / "model.safetensors")
+    converted = ModelOptNvfp4Converter(targets=["re:.*proj$"]).process(converted)
+    for name, q, state, scheme in open_folder(tmp_path / "model", arrays):
+        codes = unpack_fp4_from_uint8(state["weight_packed"], *q.shape, dtype=torch.float32)
+        scales = {"scale": state["weight_scale"].float(), "global_scale": state["weight_global_scale"]}
+        dense = dequantize(codes, **scales, args=scheme.weights, dtype=torch.float32)
+        np.testing.assert_allclose(dense.numpy(), q.dequantize(), rtol=tolerance)
+        for key, x in state.items():
+            theirs = converted[f"{name.removesuffix('weight')}{key}"]
+            assert theirs.dtype == x.dtype and bool((theirs.float() == x.float()).all())
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (300, 200), (64, 1000)])
+def test_tiles_as_compressed_tensors_quantizes_them(tmp_path, shape):
+    """Codes of its scheme FP8_BLOCK by the same scales, of tiles that may end beyond the weight.
+
+    Our scales by amax may differ in the last bit: XLA multiplies by the rounded reciprocal of 448.
+    """
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import FP8_BLOCK
+    from compressed_tensors.quantization.utils import calculate_qparams, maybe_pad_tensor_for_block_quant
+
+    args = FP8_BLOCK["weights"]
+    x = torch.from_numpy(np.random.default_rng(0).standard_t(4, shape).astype(np.float32))
+    padded = maybe_pad_tensor_for_block_quant(x, args.block_structure)
+    tiles = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scale, zero_point = calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), args)
+    state = {"weight": x, "weight_scale": scale, "weight_zero_point": zero_point}
+    compressor = BaseCompressor.get_value_from_registry("float-quantized")
+    theirs = compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args))
+    quantize = lambda **given: eqq.quantize(jnp.asarray(x.numpy()), eqq.FP8(block_size=(128, 128)), **given)
+    by_amax = quantize().scale_bits.view(jnp.float32)
+    np.testing.assert_allclose(by_amax, scale.numpy(), rtol=1.2e-7)
+    q = quantize(scale=jnp.asarray(scale.numpy()))
+    ((_, _, ours, scheme),) = open_folder(tmp_path / "model", {"layer.weight": q})
+    assert scheme.weights.strategy == args.strategy and scheme.weights.block_structure == args.block_structure
+    for part in ("weight", "weight_scale"):
+        assert ours[part].dtype == theirs[part].dtype and ours[part].shape == theirs[part].shape
+        np.testing.assert_array_equal(ours[part].float().numpy(), theirs[part].float().numpy())
 
 
 def test_compressed_tensors_of_several_formats(tmp_path):

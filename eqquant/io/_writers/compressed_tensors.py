@@ -19,7 +19,7 @@ from ..._array.array import QuantizedArray
 from ..._array.codes import spread_tiles
 from ..._formats import FP8, Int2, Int3, Int4, Int5, Int6, Int8, MXFP4, NVFP4
 from ..._formats.base import has_zero_points
-from ..._numerics.blocks import block_length, BlockSize, has_blocks
+from ..._numerics.blocks import BlockSize
 from .._bits import pack_low_first, pack_words
 from .._tensors import NewTensor
 from ._layout import as_tensor, finite_scales, narrow, pack_rows, refuse, Scheme, unpack_rows, WrittenArray
@@ -28,7 +28,7 @@ from ._layout import as_tensor, finite_scales, narrow, pack_rows, refuse, Scheme
 NAME = "compressed-tensors"
 FITS = (
     "Int2 to Int6, Int8, FP8('e4m3'), MXFP4 or NVFP4, of two dimensions along the last axis, which must consist of "
-    "whole blocks, under a name that ends with '.weight'"
+    "whole blocks (the last tiles may be cut), under a name that ends with '.weight'"
 )
 
 
@@ -39,7 +39,7 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
     kinds = (Int2, Int3, Int4, Int5, Int6, Int8, FP8, MXFP4, NVFP4)
     fits = isinstance(format, kinds) and getattr(format, "kind", "e4m3") == "e4m3"
     plain = q.ndim == 2 and q.axis == -1 and name.endswith(".weight")
-    if not fits or not plain or (has_blocks(block) and q.shape[1] % block_length(block, 1)):
+    if not fits or not plain or (isinstance(block, int) and q.shape[1] % block):
         refuse(name, q, FITS)
     scale = finite_scales(name, q)
     if isinstance(format, MXFP4 | NVFP4):

@@ -178,6 +178,13 @@ def test_a_checkpoint_in_tiles(tmp_path, shape):
     np.testing.assert_array_equal(rows.scale_bits.codes, jnp.repeat(tiled.scale_bits.codes, 16, 0)[: shape[0]])
 
 
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_bad_scale_in_a_file(tmp_path, scale):
+    checkpoint = write_tiles(tmp_path / "model", np.ones((256, 128), np.uint8), np.array([[1], [scale]], np.float32))
+    with pytest.raises(ValueError, match=r"'l.weight': Got a scale that is not finite. Quantize it again from floats."):
+        checkpoint["l.weight"]
+
+
 def test_on_a_mesh(getkey):
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
     q = eqq.quantize(weights(getkey(), (128, 256)), TILES)

@@ -121,5 +121,6 @@ def _stored_floats(
         codes = {f"{part}.codes": _pack(stored.codes, format.scale_format.bits)}
         return codes | _stored_floats(f"{part}.scale_bits", stored.scale, format.scale_format, source)
     if not np.isfinite(stored).all():
-        source.fail(f"Got {'an offset' if part.startswith('offset') else 'a scale'} that is not finite.")
+        wrong = "an offset" if part.startswith("offset") else "a scale"
+        source.fail(f"Got {wrong} that is not finite. Quantize it again from floats.")
     return {part: np.ascontiguousarray(stored).view(f"u{stored.dtype.itemsize}")}

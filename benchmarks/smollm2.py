@@ -11,6 +11,7 @@ that is stopped continues. `--only` selects results by how their names begin.
 """
 
 import argparse
+import functools
 import json
 import math
 import subprocess
@@ -78,38 +79,31 @@ def bits_of(arrays: Mapping[str, tuple[tuple[int, ...], int]]) -> float:
     return 8 * sum(nbytes for _, nbytes in matrices) / sum(size for size, _ in matrices)
 
 
-def recipes() -> dict[str, Callable[[llama.Llama, Windows], llama.Llama]]:
-    """From the float model and windows of text to a quantized model."""
+def recipes(model: llama.Llama, windows: Windows) -> dict[str, Callable[[], llama.Llama]]:
+    """Names of quantized models, and how each is made of the float model and windows of text."""
 
-    def rounded(format: eqq.extend.AbstractFormat) -> Callable[[llama.Llama, Windows], llama.Llama]:
-        return lambda model, windows: eqq.quantize_tree(model, format)
-
-    def in_order(
-        format: eqq.extend.AbstractFormat, embedding: eqq.extend.AbstractFormat, passes: int = 0
-    ) -> Callable[[llama.Llama, Windows], llama.Llama]:
+    @functools.cache
+    def in_order(format: eqq.extend.AbstractFormat) -> llama.Llama:
         search = None if isinstance(format, eqq.formats.Trellis) else eqq.MSE()
-        rules = {
-            "embedding.*": eqq.QuantConfig(embedding, search),
-            "*": eqq.QuantConfig(format, eqq.GPTQ(method=search)),
-        }
+        config = eqq.QuantConfig(format, eqq.GPTQ(method=search))
+        return quantize.quantize(model, windows[:CALIBRATE_ON], {"*": config})
 
-        def run(model: llama.Llama, windows: Windows) -> llama.Llama:
-            q = quantize.quantize(model, windows[:CALIBRATE_ON], rules)
-            return quantize.distill(q, model, windows, passes) if passes else q
-
-        return run
-
-    int3, int4, trellis = eqq.Int3(192, **HALF), eqq.Int4(64, **HALF), eqq.formats.Trellis
-    return {
-        "int4, as in MLX": rounded(eqq.formats.MLX()),
-        "NF4, as in bitsandbytes": rounded(eqq.NF4()),
-        "int4 GPTQ": in_order(int4, int4),
-        "int4 GPTQ, distilled": in_order(int4, int4, 1),
-        "int3 GPTQ, distilled": in_order(int3, int3, 1),
-        "trellis 4": in_order(trellis(4), trellis(4)),
-        "trellis 3, distilled": in_order(trellis(3), trellis(3), 1),
-        "trellis 2, distilled": in_order(trellis(2), trellis(2), 1),
+    found = {
+        "int4, as in MLX": lambda: eqq.quantize_tree(model, eqq.formats.MLX()),
+        "NF4, as in bitsandbytes": lambda: eqq.quantize_tree(model, eqq.NF4()),
     }
+    trellis = eqq.formats.Trellis
+    for name, format in (
+        ("int4", eqq.Int4(64, **HALF)),
+        ("int3", eqq.Int3(192, **HALF)),
+        ("trellis 4", trellis(4)),
+        ("trellis 3", trellis(3)),
+        ("trellis 2", trellis(2)),
+    ):
+        quantized = functools.partial(in_order, format)
+        found[f"{name}, GPTQ"] = quantized
+        found[f"{name}, GPTQ and distilled"] = lambda q=quantized: quantize.distill(q(), model, windows, 1)
+    return found
 
 
 def run(path: Path, programs: Path | None, only: str, results: dict[str, Any]) -> None:
@@ -128,10 +122,10 @@ def run(path: Path, programs: Path | None, only: str, results: dict[str, Any]) -
         print(f"{name}: {bits:.2f} bits, divergence {found['divergence']:.4f}, {seconds:.0f} s", flush=True)
 
     wanted = lambda name: name.startswith(only) and name not in results["models"]
-    for name, recipe in recipes().items():
+    for name, recipe in recipes(model, windows).items():
         if wanted(name):
             began = time.perf_counter()
-            q = recipe(model, windows)
+            q = recipe()
             leaves = eqq.summary(q).leaves
             add(name, bits_of({x.path: (x.shape, x.nbytes) for x in leaves}), q, time.perf_counter() - began)
     if programs is None or not any(wanted(f"llama.cpp {kind}") for kind in LLAMA_CPP):

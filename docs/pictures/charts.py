@@ -289,4 +289,36 @@ def methods(theme: Theme) -> Any:
     return fig
 
 
-ALL = {f.__name__: f for f in (block, accuracy, levels, sensitivity, plan, methods, memory, rows)}
+def language_model(theme: Theme) -> Any:
+    """How far SmolLM2-135M is from its float model, against bits per weight: eqquant, and llama.cpp's quantizer."""
+    models = json.loads((ROOT / "benchmarks" / "smollm2.json").read_text())["models"]
+    # The file is in Q4_1, so llama.cpp's types with as many levels and more give it back.
+    models = {name: x for name, x in models.items() if x["divergence"] > 0.02}
+    fig = figure(3.9)
+    ax = dress(
+        fig.subplots(), theme, "SmolLM2-135M by its size: eqquant and llama.cpp", "bits per weight, embedding included"
+    )
+    ax.set_ylabel("divergence from the float model", color=theme.muted)
+    ax.set_yscale("log")
+    theirs = {name.removeprefix("llama.cpp "): x for name, x in models.items() if name.startswith("llama.cpp")}
+    ours = {name: x for name, x in models.items() if not name.startswith("llama.cpp")}
+    plain = {name: x for name, x in ours.items() if ", as in" in name}
+    for label, style, color, found in (
+        ("llama.cpp, importance matrix", "D-", theme.orange, theirs),
+        ("rounding", "s", theme.muted, plain),
+        ("eqquant, the same text", "o-", theme.blue, {name: x for name, x in ours.items() if name not in plain}),
+    ):
+        points = sorted((x["bits"], x["divergence"]) for x in found.values())
+        best = [point for n, point in enumerate(points) if all(point[1] < y for _, y in points[:n])]
+        ax.plot(*zip(*points, strict=True), style[0], color=color, markersize=5, label=label)
+        if "-" in style:
+            ax.plot(*zip(*best, strict=True), "-", color=color)
+    ticks = (0.02, 0.05, 0.1, 0.2, 0.5, 1)
+    ax.set_ylim(0.018, 1.4)
+    ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.yaxis.set_minor_locator(NullLocator())
+    legend(ax, theme, loc="lower left")
+    return fig
+
+
+ALL = {f.__name__: f for f in (block, accuracy, levels, sensitivity, plan, methods, memory, rows, language_model)}

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 from command import check_least, make_parser, run_program, show_size
 from evaluate import chunks_of
 from export import fit_to_gguf, fitting_types, metadata_of, name_of, write_gguf
@@ -33,6 +34,7 @@ import eqquant as eqq
 
 METHODS = {"gptq": eqq.GPTQ(), "learned": eqq.LearnedRounding(), "mse": eqq.MSE()}
 SECONDS = 60.0  # between two saves
+RATE = 1e-3  # of distillation: a batch is one window of text
 
 
 def compute_hidden(model: Llama, ids: Int[Array, "batch length"]) -> Float[Array, "batch length hidden"]:
@@ -127,9 +129,9 @@ def quantize(
 def distill(q: Llama, model: Llama, windows: Int[np.ndarray, "windows length"], passes: int) -> Llama:
     """Trains scales and norms, so that the next token is as likely as in the float model."""
     batches = [jnp.asarray(row[None]) for row in windows]
-    return eqq.distill(
-        q, model, batches, loss="kl", apply=compute_hidden, head=compute_head, passes=passes, progress=True
-    )
+    optimizer = optax.adam(optax.cosine_decay_schedule(RATE, passes * len(batches)))
+    options: dict[str, Any] = {"loss": "kl", "apply": compute_hidden, "head": compute_head, "progress": True}
+    return eqq.distill(q, model, batches, optimizer=optimizer, passes=passes, **options)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SOURCE = "A .safetensors or .gguf file, a folder, or an index of several files."
 _OUTPUT = "The .safetensors or .gguf file to write, or a folder, for layouts of others too."
-_DIALECT = "gguf, bitsandbytes, compressed-tensors, gptq, mlx or modelopt: whose layout. A .gguf output means gguf."
+_DIALECT = "gguf, bitsandbytes, compressed-tensors, fp8, gptq, mlx or modelopt: a layout. A .gguf output means gguf."
 # Names in capitals: else the usage line shows `{source}`.
 Source = Annotated[Path, typer.Argument(metavar="SOURCE", help=_SOURCE)]
 Dialect = Annotated[str | None, typer.Option(help=_DIALECT)]
@@ -71,6 +71,7 @@ _DEFAULTS = {
     "gguf": "q4_0",
     "bitsandbytes": "nf4",
     "compressed-tensors": "int4",
+    "fp8": "fp8(block_size=(128, 128))",
     "gptq": "int4",
     "mlx": "mlx",
     "modelopt": "nvfp4",
@@ -97,7 +98,7 @@ def choose_format(
 
 
 # Loaders of these layouts support quantized weights in linear layers only, except in the last.
-_LINEAR_ALONE = {"bitsandbytes", "compressed-tensors", "gptq", "modelopt"}
+_LINEAR_ALONE = {"bitsandbytes", "compressed-tensors", "fp8", "gptq", "modelopt"}
 _OTHERS = ("*embed*", "*wte*", "*wpe*", "*lm_head*")
 
 

@@ -43,11 +43,12 @@ _CANDIDATES = {
     "gguf": ("q2_k", "q3_k", "q4_0", "iq4_xs", "q4_k", "q5_0", "q5_k", "q6_k", "q8_0"),
     "bitsandbytes": ("nf4", "int8"),
     "compressed-tensors": (*(f"int{bits}({size})" for bits in (2, 3, 4, 5, 6) for size in (128, 32)), "int8(128)"),
+    "fp8": ("fp8(block_size=(128, 128))",),
     "gptq": ("int2(64)", "int3(64)", "int4(64)", "int8(64)"),
     "modelopt": ("nvfp4", "fp8(block_size='tensor')"),
     "mlx": (*(f"mlx({bits}, {size})" for bits in (2, 3, 4, 5, 6) for size in (128, 64)), "mlx(8)"),
 }
-_ALIKE = ("bitsandbytes", "gptq")  # layouts with a single format for all quantized weights
+_ALIKE = ("bitsandbytes", "fp8", "gptq")  # layouts with a single format for all quantized weights
 
 
 def make_plan(

@@ -199,6 +199,7 @@ WRITTEN: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "compressed_packed": ("compressed-tensors", _arrays(_COMPRESSED, 8, 32), {}),
     "compressed_fp8": ("compressed-tensors", _arrays({"a": eqq.FP8(), "b": eqq.FP8(block_size="tensor")}, 3, 20), {}),
     "compressed_mxfp4": ("compressed-tensors", _arrays({"a": eqq.MXFP4()}, 3, 64), {}),
+    "fp8": ("fp8", _arrays({"a": eqq.FP8(block_size=(2, 16))}, 3, 20), {}),
     "gptq_2": ("gptq", _arrays({"a": eqq.Int2(32)}, 32, 64), {}),
     "gptq_4": ("gptq", _arrays({"a": eqq.Int4(32, symmetric=False)}, 16, 64), {}),
     "gptq_8": ("gptq", _arrays({"a": eqq.Int8(16)}, 4, 64), {}),

@@ -240,7 +240,7 @@ def test_a_budget_counts_the_weights_of_rules(run, checkpoint, tmp_path):
         assert "--budget must leave something to quantize. Got 40.0" in run(*command, "--budget", 40, code=1)
 
 
-@pytest.mark.parametrize("to", ["gguf", "bitsandbytes", "compressed-tensors", "gptq", "mlx", "modelopt"])
+@pytest.mark.parametrize("to", ["gguf", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mlx", "modelopt"])
 def test_each_layout_has_a_format_of_its_own(run, checkpoint, tmp_path, to):
     out = tmp_path / ("out.gguf" if to == "gguf" else "out")
     assert "1 of 5 quantized" in run(

@@ -39,6 +39,7 @@ def source(tmp_path):
 FORMATS = {
     "bitsandbytes": eqq.NF4(64),
     "compressed-tensors": eqq.Int4(32),
+    "fp8": eqq.FP8(block_size=(16, 32)),
     "gptq": eqq.Int4(32, symmetric=False),
     "mlx": eqq.MXFP4(),
     "modelopt": eqq.FP8(block_size="tensor"),

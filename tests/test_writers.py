@@ -26,6 +26,7 @@ from .helpers import weights
 GOLDEN = Path(__file__).parent / "golden"
 FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
 FP4 = eqq.Codebook(np.unique([*FP4, *-FP4]))
+TILES = [eqq.FP8(block_size=(4, 32)), eqq.FP8(block_size=(8, 32))]
 
 
 def weight(*shape, dtype=jnp.float32):
@@ -100,6 +101,8 @@ CASES = [
     sweep("compressed-tensors", eqq.FP8(block_size=64), (200, 256)),
     sweep("compressed-tensors", eqq.FP8(block_size="tensor"), (200, 256)),
     sweep("compressed-tensors", eqq.MXFP4(), (5, 96)),
+    ("fp8", eqq.FP8(block_size=(128, 128)), (200, 300)),
+    sweep("fp8", eqq.FP8(block_size=(16, 32)), (50, 96)),
     ("modelopt", eqq.NVFP4(), (5, 96)),
     sweep("modelopt", eqq.NVFP4(), (3, 5, 96)),
     sweep("modelopt", eqq.FP8(block_size="tensor"), (200, 256)),
@@ -461,10 +464,12 @@ def test_contents_of_config_json(tmp_path):
     }
 
 
-@pytest.mark.parametrize("dialect, a, b", [("gptq", "int4", "int8"), ("bitsandbytes", "nf4", "int8")])
+@pytest.mark.parametrize(
+    "dialect, a, b", [("gptq", "int4", "int8"), ("bitsandbytes", "nf4", "int8"), ("fp8", TILES[0], TILES[1])]
+)
 def test_a_model_of_two_kinds(tmp_path, dialect, a, b):
     arrays = {"a.weight": eqq.quantize(weight(8, 64), a), "b.weight": eqq.quantize(weight(8, 64), b)}
-    with pytest.raises(ValueError, match=r"must (be of one kind|have the same bits).*b.weight"):
+    with pytest.raises(ValueError, match=r"must (be of one kind|have the same (bits|tiles)).*b.weight"):
         write(tmp_path, arrays, dialect)
 
 
@@ -485,6 +490,7 @@ REFUSED = [
     *(("compressed-tensors", "nf4", (4, 64), -1), ("compressed-tensors", "int4", (4, 65), -1)),
     *(("compressed-tensors", "int4", (2, 4, 64), -1), ("compressed-tensors", "int4", (64, 64), -2)),
     *(("compressed-tensors", eqq.FP8("e5m2"), (4, 64), -1), ("compressed-tensors", "mxfp4", (4, 80), -1)),
+    *(("fp8", "fp8", (4, 64), -1), ("fp8", eqq.FP8("e5m2", (4, 4)), (4, 64), -1), ("fp8", TILES[0], (2, 4, 64), -1)),
     *(("gptq", "nf4", (32, 64), -1), ("gptq", "int4", (31, 64), -1), ("gptq", eqq.Int4(None), (32, 63), -1)),
     *(("gptq", eqq.Int4(48), (32, 64), -1), ("gptq", "int4", (2, 32, 64), -1), ("gptq", "int4", (64, 64), -2)),
     *(("mlx", "int4", (4, 64), -1), ("mlx", eqq.formats.MLX(4, 16), (4, 64), -1), ("mlx", "mxfp4", (4, 80), -1)),

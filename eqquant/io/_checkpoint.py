@@ -13,14 +13,14 @@ from rich.text import Text
 from .._errors import did_you_mean
 from .._formats.base import AbstractFormat
 from .._report import escape_text, Name, Report, report_table, show_bytes
-from ._dialects import bitsandbytes, gguf, gpt_oss, gptq, mlx, modelopt, own, safetensors, scaled_tensors, torchao
+from ._dialects import bitsandbytes, fp8, gguf, gpt_oss, gptq, mlx, modelopt, own, safetensors, scaled_tensors, torchao
 from ._dialects._item import Item
 from ._files import find_files
 
 
 _MAX_PROBLEMS = 10  # to print below a table
 # The first that recognizes a checkpoint reads it.
-DIALECTS = (gguf, own, torchao, bitsandbytes, gptq, mlx, gpt_oss, modelopt, scaled_tensors, safetensors)
+DIALECTS = (gguf, own, torchao, bitsandbytes, gptq, mlx, gpt_oss, modelopt, fp8, scaled_tensors, safetensors)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ from ._imatrix import IMATRIX, write_imatrix
 from ._lazy import keep_latest
 from ._save import checked_entry, replace_weights, write_folder
 from ._tensors import NewTensor
-from ._writers import bitsandbytes, compressed_tensors, gguf, gptq, mlx, modelopt
+from ._writers import bitsandbytes, compressed_tensors, fp8, gguf, gptq, mlx, modelopt
 from ._writers._layout import dense, Scheme, WrittenArray
 
 
-WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, gptq, mlx, modelopt)}
+WRITERS = {writer.NAME: writer for writer in (gguf, bitsandbytes, compressed_tensors, fp8, gptq, mlx, modelopt)}
 CONFIG = "config.json"
 Renaming = Callable[[str], str | None] | Mapping[str, str | None] | None
 
@@ -62,9 +62,9 @@ def write(
     - `arrays`: arrays by the names that the other library gives them, such as an [`eqquant.io.Checkpoint`][]. Or a
         model, whose arrays have the names of their leaves, such as `layers.0.weight`; leaves that are no arrays are
         left out.
-    - `dialect`: whose layout to write: `"gguf"`, `"bitsandbytes"`, `"compressed-tensors"`, `"gptq"`, `"mlx"` or
-        `"modelopt"`. Or `"imatrix"`, an importance matrix for llama.cpp: `arrays` is then the result of
-        [`eqquant.calibrate.collect_stats`][] or of [`eqquant.io.read_imatrix`][].
+    - `dialect`: whose layout to write: `"gguf"`, `"bitsandbytes"`, `"compressed-tensors"`, `"fp8"` (Hugging Face's),
+        `"gptq"`, `"mlx"` or `"modelopt"`. Or `"imatrix"`, an importance matrix for llama.cpp: `arrays` is then the
+        result of [`eqquant.calibrate.collect_stats`][] or of [`eqquant.io.read_imatrix`][].
     - `names`: the names in the file, by the names in `arrays`: a function, or a mapping that has them all. `None` as a
         name leaves an array out.
     - `config`: the model's part of `config.json`. The part about quantization is added to it. GGUF has none.
@@ -166,7 +166,7 @@ def _layout(writer: ModuleType, name: str, x: AnyArray, kind: str | None = None)
         return gguf.layout(name, spread_tiles(x), kind)
     if not is_packed(x):
         return dense(name, x)
-    return writer.layout(name, x if writer is compressed_tensors else spread_tiles(x))
+    return writer.layout(name, x if writer in (compressed_tensors, fp8) else spread_tiles(x))
 
 
 def _settings(writer: ModuleType, schemes: Mapping[str, Scheme | None]) -> dict[str, object]:

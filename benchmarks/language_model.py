@@ -3,6 +3,7 @@
     python examples/llama/train.py FOLDER && python benchmarks/language_model.py FOLDER
     python benchmarks/language_model.py --random 300m  # random weights, and the time per token alone
     python benchmarks/language_model.py model.gguf     # the same for a file's weights
+    python benchmarks/language_model.py model.gguf --contexts 256 2048 8192    # by the format of the cache
 
 The text is the part of Python's documentation that the model did not see. Divergence and agreement compare with the
 float model: the Kullback-Leibler divergence of the next token in nats, and how often the likeliest token is the same.
@@ -11,11 +12,12 @@ one pass over the text that the model saw; `--llama-bench` is the program of lla
 """
 
 import argparse
+import dataclasses
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float, Int
 from rich import box
@@ -37,7 +40,7 @@ import eqquant as eqq
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama"))
 from export import write_gguf
 from generate import Generator, RANDOM, random_model, Sampling, State
-from llama import Cache, joined, Llama, load, with_activations
+from llama import Cache, joined, layers_are_alike, Llama, load, with_activations
 from train import texts, windows
 
 
@@ -67,6 +70,8 @@ CACHES: dict[str, dict[str, Any]] = {
     "fp8": {"format": "fp8"},
     "int4": {"format": "int4", "rotate": False},
     "int4, rotated": {"format": "int4", "rotate": True},
+    "int3, rotated": {"format": "int3", "rotate": True},
+    "int2, rotated": {"format": "int2", "rotate": True},
     "iq4_nl, rotated": {"format": "iq4_nl", "rotate": True},
     "int4, keys per channel": {"format": "int4", "per_channel": True},
     "nf4, keys per channel": {"format": "nf4", "per_channel": True},
@@ -257,10 +262,10 @@ def speed_table(bench: Bench, llama_bench: str | None, console: Console) -> None
     console.print(table)
 
 
-def _llama_bench(program: str, path: Path, tokens: int, prompt: int = 0) -> float:
+def _llama_bench(program: str, path: Path, tokens: int, prompt: int = 0, *more: str) -> float:
     """Milliseconds of a token: of new ones, or of a prompt."""
     sizes = ["-p", str(prompt), "-n", str(tokens)]
-    command = [program, "-m", str(path), *sizes, "-r", "3", "-t", "2", "-o", "csv"]
+    command = [program, "-m", str(path), *sizes, "-r", "3", "-t", "2", "-o", "csv", *more]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     names, values = (line.replace('"', "").split(",") for line in lines[-2:])
     return 1e3 / float(values[names.index("avg_ts")])
@@ -352,6 +357,52 @@ def prompts_table(path: Path, length: int, llama_bench: str | None, rounds: int,
     console.print(table)
 
 
+def _steps(model: Llama, context: int, steps: int, options: Mapping[str, Any]) -> Callable[[], Array]:
+    """Returns a function that computes some tokens, after so many in the cache."""
+    config = model.config
+    cache = Cache.empty(config, 1, context + 256, stacked=not isinstance(model.layers, list), **options)
+    keys, values = jr.normal(jr.key(0), (2, 1, config.kv_heads, context, config.head_size))
+    append = lambda cache: cache.append(keys, values)
+    if isinstance(cache.layers, tuple):
+        cache = dataclasses.replace(cache, layers=tuple(map(eqx.filter_jit(append), cache.layers)))
+    else:
+        cache = dataclasses.replace(cache, layers=eqx.filter_jit(eqx.filter_vmap(append))(cache.layers))
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(model: Llama, token: Array, cache: Cache) -> tuple[Array, Cache]:
+        logits, cache = model(token, cache)
+        return jnp.argmax(logits[:, -1:], axis=-1), cache
+
+    state = [jnp.ones((1, 1), jnp.int32), cache.truncate(context)]
+
+    def run() -> Array:
+        for _ in range(steps):
+            state[:] = step(model, *state)
+        state[1] = state[1].truncate(context)
+        return state[0]
+
+    return run
+
+
+def contexts_table(path: Path, contexts: Sequence[int], llama_bench: str | None, rounds: int, console: Console) -> None:
+    """The time of a token after so many others, with caches of several formats. Weights are those of the file."""
+    checkpoint, steps = eqq.io.open(path), 8
+    model = joined(load(checkpoint, stacked=layers_are_alike(checkpoint, packed=True)))
+    table = Table("cache", *(f"{context:,}" for context in contexts), box=box.MARKDOWN)
+    found: dict[str, list[float]] = {}
+    for context in contexts:
+        runs = {kind: _steps(model, context, steps, options) for kind, options in CACHES.items()}
+        for kind, seconds in time_in_turns(runs, rounds).items():
+            found.setdefault(kind, []).append(1e3 * float(np.median(seconds)) / steps)
+        for kind in ("f16", "q8_0", "q4_0") if llama_bench is not None else ():
+            more = ("-d", str(context), "-ctk", kind, "-ctv", kind, "-fa", "1")
+            found.setdefault(f"llama.cpp, {kind}", []).append(_llama_bench(str(llama_bench), path, 16, 0, *more))
+    for kind, each in found.items():
+        table.add_row(kind, *(f"{ms:.1f}" for ms in each))
+    console.print("ms per token, by the tokens in the cache")
+    console.print(table)
+
+
 def _tokenizer(vocabulary: int) -> Tokenizer:
     """Any that has so many tokens: llama.cpp wants one in the file."""
     tokens = [*(f"t{n}" for n in range(vocabulary - 1)), "t0t1"]
@@ -365,6 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=12, help="of `--random`, and of a file")
     parser.add_argument("--context", type=int, default=CONTEXT, help="places in its cache: 16 for each round, 19 more")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt, of a file")
+    parser.add_argument("--contexts", nargs="*", type=int, help="of a file: times a token after so many others instead")
     parser.add_argument("--tables", nargs="*", default=["formats", "activations", "caches", "speed"])
     parser.add_argument("--only", nargs="*", default=list(FORMATS), help="formats of the first table")
     parser.add_argument("--methods", nargs="*", default=USUAL, choices=METHODS, help="of the first table")
@@ -382,6 +434,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return tokens_table(random_models(options.random, path), path, *timing)
     if options.folder is None:
         parser.error("FOLDER must be given, or `--random`.")
+    if options.folder.suffix == ".gguf" and options.contexts:
+        return contexts_table(options.folder, options.contexts, *timing[1:])
     if options.folder.suffix == ".gguf":
         tokens_table(models_of_file(options.folder), options.folder, *timing)
         return prompts_table(options.folder, options.prompt, *timing[1:])

@@ -40,7 +40,7 @@ import eqquant as eqq
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama"))
 from export import write_gguf
 from generate import Generator, RANDOM, random_model, Sampling, State
-from llama import Cache, joined, layers_are_alike, Llama, load, with_activations
+from llama import Cache, joined, Llama, load, with_activations
 from train import texts, windows
 
 
@@ -360,13 +360,10 @@ def prompts_table(path: Path, length: int, llama_bench: str | None, rounds: int,
 def _steps(model: Llama, context: int, steps: int, options: Mapping[str, Any]) -> Callable[[], Array]:
     """Returns a function that computes some tokens, after so many in the cache."""
     config = model.config
-    cache = Cache.empty(config, 1, context + 256, stacked=not isinstance(model.layers, list), **options)
+    cache = Cache.empty(config, 1, context + 256, **options)
     keys, values = jr.normal(jr.key(0), (2, 1, config.kv_heads, context, config.head_size))
-    append = lambda cache: cache.append(keys, values)
-    if isinstance(cache.layers, tuple):
-        cache = dataclasses.replace(cache, layers=tuple(map(eqx.filter_jit(append), cache.layers)))
-    else:
-        cache = dataclasses.replace(cache, layers=eqx.filter_jit(eqx.filter_vmap(append))(cache.layers))
+    append = eqx.filter_jit(lambda cache: cache.append(keys, values))
+    cache = dataclasses.replace(cache, layers=tuple(map(append, cache.layers)))
 
     @eqx.filter_jit(donate="all-except-first")
     def step(model: Llama, token: Array, cache: Cache) -> tuple[Array, Cache]:
@@ -386,8 +383,7 @@ def _steps(model: Llama, context: int, steps: int, options: Mapping[str, Any]) -
 
 def contexts_table(path: Path, contexts: Sequence[int], llama_bench: str | None, rounds: int, console: Console) -> None:
     """The time of a token after so many others, with caches of several formats. Weights are those of the file."""
-    checkpoint, steps = eqq.io.open(path), 8
-    model = joined(load(checkpoint, stacked=layers_are_alike(checkpoint, packed=True)))
+    model, steps = joined(load(eqq.io.open(path))), 8
     table = Table("cache", *(f"{context:,}" for context in contexts), box=box.MARKDOWN)
     found: dict[str, list[float]] = {}
     for context in contexts:

@@ -40,6 +40,7 @@ from tokenization import open_text, Text
 import eqquant as eqq
 
 
+SHORT = 1024  # tokens, with which copies of the cache cost little
 PADDING = 64  # prompts are padded to a multiple of this many tokens, and each such length is compiled once
 
 
@@ -340,7 +341,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--fast", action="store_true", help="as --activations int8, which cost 0.0003 nats a token where we measured")
     add("--mesh", type=int, default=1, help="divides weights and cache among so many devices")
     scan = (
-        "stacks the layers, which compiles faster; the default where they are packed alike: floats run slower on a CPU"
+        "stacks the layers, which compiles faster; the default for short texts where they are packed alike: floats and "
+        "long texts run slower on a CPU"
     )
     add("--scan", action=argparse.BooleanOptionalAction, help=scan)
     add("--random", choices=RANDOM, help="random weights instead of a model; then prompts are numbers")
@@ -371,7 +373,9 @@ def run(options: argparse.Namespace) -> list[list[int]]:
         raise ValueError("MODEL must be a folder or a .gguf file. Got none. Or set `--random tiny`.")
     else:
         checkpoint = eqq.io.open(options.model)
-        alike = mesh is None and layers_are_alike(checkpoint, packed=options.format is None)
+        # A scan copies the cache of each layer for every token.
+        short = not options.chat and max(options.context or 0, options.tokens or 0) <= SHORT
+        alike = mesh is None and short and layers_are_alike(checkpoint, packed=options.format is None)
         stacked = alike if options.scan is None else options.scan
         model, stop = load(checkpoint, options.dtype, stacked=stacked), stop_tokens(checkpoint)
         text = Text() if options.ids else open_text(checkpoint, model.config.vocabulary, options.tokenizer)

@@ -10,7 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float32, Shaped
 
 from ..._native.weight import Layout
 from ..._numerics import packing
@@ -48,7 +48,7 @@ def matmul(x: PackedWeight, w: PackedWeight, x_layout: Layout, w_layout: Layout)
     return y if w.row_scale is None else y * jnp.swapaxes(w.row_scale, -1, -2)
 
 
-def _values(packed: PackedWeight, layout: Layout) -> Float[Array, "batch rows k"]:
+def _values(packed: PackedWeight, layout: Layout) -> Shaped[Array, "batch rows k"]:
     """Returns values without their scales, in the dtype that the instructions read."""
     if layout.bits == 8:
         return jax.lax.bitcast_convert_type(packed.codes, jnp.dtype(layout.kind))

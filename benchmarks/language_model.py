@@ -357,10 +357,10 @@ def prompts_table(path: Path, length: int, llama_bench: str | None, rounds: int,
     console.print(table)
 
 
-def _steps(model: Llama, context: int, steps: int, options: Mapping[str, Any]) -> Callable[[], Array]:
-    """Returns a function that computes some tokens, after so many in the cache."""
+def _steps(model: Llama, context: int, steps: int, calls: int, options: Mapping[str, Any]) -> Callable[[], Array]:
+    """Returns a function that computes some more tokens, after so many in the cache, and can be called so often."""
     config = model.config
-    cache = Cache.empty(config, 1, context + 256, **options)
+    cache = Cache.empty(config, 1, context + steps * calls, **options)
     keys, values = jr.normal(jr.key(0), (2, 1, config.kv_heads, context, config.head_size))
     append = eqx.filter_jit(lambda cache: cache.append(keys, values))
     cache = dataclasses.replace(cache, layers=tuple(map(append, cache.layers)))
@@ -370,12 +370,11 @@ def _steps(model: Llama, context: int, steps: int, options: Mapping[str, Any]) -
         logits, cache = model(token, cache)
         return jnp.argmax(logits[:, -1:], axis=-1), cache
 
-    state = [jnp.ones((1, 1), jnp.int32), cache.truncate(context)]
+    state = [jnp.ones((1, 1), jnp.int32), cache]
 
     def run() -> Array:
         for _ in range(steps):
             state[:] = step(model, *state)
-        state[1] = state[1].truncate(context)
         return state[0]
 
     return run
@@ -387,7 +386,7 @@ def contexts_table(path: Path, contexts: Sequence[int], llama_bench: str | None,
     table = Table("cache", *(f"{context:,}" for context in contexts), box=box.MARKDOWN)
     found: dict[str, list[float]] = {}
     for context in contexts:
-        runs = {kind: _steps(model, context, steps, options) for kind, options in CACHES.items()}
+        runs = {kind: _steps(model, context, steps, rounds + 1, options) for kind, options in CACHES.items()}
         for kind, seconds in time_in_turns(runs, rounds).items():
             found.setdefault(kind, []).append(1e3 * float(np.median(seconds)) / steps)
         for kind in ("f16", "q8_0", "q4_0") if llama_bench is not None else ():
@@ -430,9 +429,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return tokens_table(random_models(options.random, path), path, *timing)
     if options.folder is None:
         parser.error("FOLDER must be given, or `--random`.")
-    if options.folder.suffix == ".gguf" and options.contexts:
-        return contexts_table(options.folder, options.contexts, *timing[1:])
     if options.folder.suffix == ".gguf":
+        if options.contexts:
+            return contexts_table(options.folder, options.contexts, *timing[1:])
         tokens_table(models_of_file(options.folder), options.folder, *timing)
         return prompts_table(options.folder, options.prompt, *timing[1:])
     bench = Bench(options.folder, 2 if options.smoke else options.windows)

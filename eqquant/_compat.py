@@ -255,18 +255,13 @@ def spec_on_mesh(sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh) -> ja
         return jax.sharding.PartitionSpec()
 
 
-def device_kind(context: mlir.LoweringRuleContext) -> str:
-    """Returns the name of the target device, such as `"NVIDIA H100 80GB HBM3"`; "" if unknown."""
-    device = _device(context)
-    return getattr(device, "device_kind", "")
+def target_device(context: mlir.LoweringRuleContext) -> Any:
+    """Returns the first device that a program is compiled for, or `None` if unknown."""
+    return next(iter(_devices(context)), None)
 
 
-def compute_capability(context: mlir.LoweringRuleContext | None) -> float:
-    """Returns the compute capability of the target NVIDIA GPU; 9.0 if unknown.
-
-    Without `context`, that of the default device.
-    """
-    device = jax.devices()[0] if context is None else _device(context)
+def compute_capability(device: Any) -> float:
+    """Returns the compute capability of an NVIDIA GPU; 9.0 if unknown."""
     capability = getattr(device, "compute_capability", None)
     try:
         return float(capability or 9.0)
@@ -298,10 +293,6 @@ def pallas_knows_gpu(backend: str) -> bool:
 def is_for_export(context: mlir.LoweringRuleContext) -> bool:
     """Returns whether a program is exported, perhaps to run on another machine."""
     return getattr(getattr(context.module_context, "lowering_parameters", None), "for_export", False)
-
-
-def _device(context: mlir.LoweringRuleContext) -> Any:
-    return next(iter(_devices(context)), None)
 
 
 def _devices(context: mlir.LoweringRuleContext) -> Any:

@@ -1,5 +1,6 @@
 """`eqquant`: the program. One file for each command; this one handles errors."""
 
+import functools as ft
 import importlib
 import os
 import platform
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     debug = "--debug" in given
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
-    sys.unraisablehook = _stop_again
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = ft.partial(_stop_again, otherwise=unraisable)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warner()
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = e.code
     finally:
         signal.signal(signal.SIGTERM, before)
-        sys.unraisablehook = sys.__unraisablehook__
+        sys.unraisablehook = unraisable
     if code in (130, 143):  # of typer for Ctrl-C, and of SIGTERM
         _stop("stopped. No file was written.", code)
     sys.exit(code if isinstance(code, int) else 0)
@@ -55,12 +57,12 @@ def describe_versions() -> str:
     return f"eqquant {version('eqquant')}\n{library.describe()}\n{machine}"
 
 
-def _stop_again(unraisable: "sys.UnraisableHookArgs") -> None:
+def _stop_again(unraisable: "sys.UnraisableHookArgs", otherwise: "Callable[[sys.UnraisableHookArgs], object]") -> None:
     """Sends SIGTERM once more if a callback, such as JAX's for garbage collection, discarded the exit."""
     if isinstance(unraisable.exc_value, SystemExit):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     else:
-        sys.__unraisablehook__(unraisable)
+        otherwise(unraisable)
 
 
 def _handle(e: Exception, debug: bool) -> NoReturn:

@@ -229,7 +229,7 @@ def test_block_scaled_products(getkey, monkeypatch, format):
         batched = dispatch.run_implementation(*two, describe_matmul(*two, False, None), blackwell, "scaled_matmul")
         np.testing.assert_allclose(batched, jnp.stack([y, y]), rtol=1e-6)
 
-    monkeypatch.setattr(_compat, "compute_capability", lambda context: 10.0)
+    monkeypatch.setattr(_compat, "compute_capability", lambda device: 10.0)
     product = jax.jit(lambda x, w: eqq.matmul(x, w.T, implementation="scaled_matmul"))
     program = product.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
     assert "block_scaled_dot" in program and BLOCK_SCALED[format] in program

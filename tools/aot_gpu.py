@@ -187,9 +187,9 @@ def check(arguments: argparse.Namespace, directory: Path) -> int:
             rows = mosaic_gpu.generation(target).rows
             weights = mosaic_gpu.tune(layout, m, N, dtype, target).segments * layout.planes * 64 * rows / 128
         else:
-            config = pallas_gpu.tune(target.device, layout.bits, jnp.dtype(dtype).itemsize, m, transpose=transpose)
+            tiles = pallas_gpu.tune(target.device, layout.bits, jnp.dtype(dtype).itemsize, m, transpose=transpose)
             tile_bytes = pallas_gpu._run_bytes(layout) if transpose else pallas_gpu._step_bytes(layout)
-            weights = config.tile_n * tile_bytes * layout.planes / (32 * config.num_warps)
+            weights = tiles.tile_n * tile_bytes * layout.planes / (32 * tiles.num_warps)
         temp = program.memory_analysis().temp_size_in_bytes / 2**20
         table.add_row(
             *(

@@ -91,7 +91,8 @@ def architecture(theme: Theme) -> Any:
             "L6",
             (
                 (
-                    "_matmul: how a product is computed\nxla   cpu   cpu_int8   mosaic_gpu   pallas_gpu   pallas_tpu",
+                    "_matmul: how a product is computed\n"
+                    "xla  cpu  cpu_int8  mosaic_gpu  pallas_gpu  pallas_tpu  scaled_matmul",
                     4,
                     "green",
                 ),

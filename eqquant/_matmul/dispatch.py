@@ -171,7 +171,7 @@ def as_quantized(x: Activations) -> QuantizedArray:
     return dataclasses.replace(x, gradient_of=None)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
-def _float_refusal(problem: MatmulProblem) -> str | None:
+def _codes_refusal(problem: MatmulProblem) -> str | None:
     """Returns why codes cannot be multiplied with codes, or `None` if they can."""
     if problem.activations is None:
         return "it multiplies codes with codes, and one operand is in float"
@@ -180,7 +180,7 @@ def _float_refusal(problem: MatmulProblem) -> str | None:
 
 def _scaled_matmul_refusal(problem: MatmulProblem, target: TargetDevice) -> str | None:
     del target
-    return _float_refusal(problem) or scaled_matmul.refusal(problem.x_layout, problem.layout)
+    return _codes_refusal(problem) or scaled_matmul.refusal(problem.x_layout, problem.layout)
 
 
 def _run_scaled_matmul(x: Activations, w: QuantizedArray, problem: MatmulProblem, target: TargetDevice) -> Array:
@@ -190,7 +190,7 @@ def _run_scaled_matmul(x: Activations, w: QuantizedArray, problem: MatmulProblem
 
 
 def _cpu_int8_refusal(problem: MatmulProblem, target: TargetDevice) -> str | None:
-    if (why := _float_refusal(problem)) is not None:
+    if (why := _codes_refusal(problem)) is not None:
         return why
     layout = problem.x_layout
     if layout.kind != "integer" or layout.bits != 8 or not layout.per_channel or not -255 <= layout.lowest <= 0:

@@ -112,7 +112,7 @@ def explain_matmul(x: PyTree, w: PyTree, *, platform: str | None = None) -> Matm
         verdicts = {"dense": f"{why}: dequantize, then multiply"}
         return MatmulExplanation(problem, platform, "dense", verdicts, f"{dtype} x {dtype}")
     problem = describe_matmul(*product)
-    target = TargetDevice(platform, capability=_compat.compute_capability(None))
+    target = _target(platform)
     name, reason = choose(target, problem, None)
     decoded = decode_reason(problem, target, name)
     reason = reason if decoded is None else f"{reason}. Activations are decoded: {decoded}"
@@ -131,8 +131,7 @@ def find_implementation(equation: JaxprEqn) -> str:
     params = equation.params
     operands = unflatten_operands([v.aval for v in equation.invars], params["x_tree"], params["w_tree"])
     problem = describe_matmul(*operands, params["transpose"], params["precision"])
-    target = TargetDevice(_check_platform(None), capability=_compat.compute_capability(None))
-    return choose(target, problem, params["implementation"])[0]
+    return choose(_target(_check_platform(None)), problem, params["implementation"])[0]
 
 
 def _find_products(
@@ -149,6 +148,10 @@ def _find_products(
             yield from _find_products(rounded.jaxpr)
         for inner in jax.extend.core.jaxprs_in_params(params):
             yield from _find_products(inner)
+
+
+def _target(platform: str) -> TargetDevice:
+    return TargetDevice(platform, capability=_compat.compute_capability(jax.devices()[0]))
 
 
 def _check_platform(name: str | None) -> str:

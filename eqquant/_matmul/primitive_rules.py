@@ -84,16 +84,17 @@ def _lower(platform: str, context: mlir.LoweringRuleContext, *args: object, **pa
     if _compat.is_partly_manual(context):
         # The compiler would gather the operands of a kernel, and every device would compute the whole product.
         kernel_refusal = "in a `shard_map` over some axes of a mesh the compiler divides the product along the others"
-    device, capability = _compat.device_kind(context), _compat.compute_capability(context)
-    target = TargetDevice(platform, device, capability, kernel_refusal, _compat.is_for_export(context), compiles=True)
+    device = _compat.target_device(context)
+    kind, capability = getattr(device, "device_kind", ""), _compat.compute_capability(device)
+    target = TargetDevice(platform, kind, capability, kernel_refusal, _compat.is_for_export(context), compiles=True)
     run = ft.partial(_compute, target, num_devices=num_devices)
     return mlir.lower_fun(run, multiple_results=False)(context, *args, **params)
 
 
 def _impl(*args: Array, **params: object) -> Array:
-    platform = next(iter(args[0].devices())).platform
-    platform, capability = "cuda" if platform == "gpu" else str(platform), _compat.compute_capability(None)
-    return _compute(TargetDevice(platform, capability=capability), *args, **params)  # pyright: ignore[reportArgumentType]
+    device = next(iter(args[0].devices()))
+    platform = "cuda" if device.platform == "gpu" else str(device.platform)
+    return _compute(TargetDevice(platform, capability=_compat.compute_capability(device)), *args, **params)  # pyright: ignore[reportArgumentType]
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Tangent], **params: object) -> tuple[Array, Tangent]:

@@ -162,11 +162,10 @@ def _writer(dialect: str) -> ModuleType:
 
 
 def _layout(writer: ModuleType, name: str, x: AnyArray, kind: str | None = None) -> WrittenArray:
+    x = x if writer.HOLDS_TILES else spread_tiles(x)
     if writer is gguf:
-        return gguf.layout(name, spread_tiles(x), kind)
-    if not is_packed(x):
-        return dense(name, x)
-    return writer.layout(name, x if writer in (compressed_tensors, fp8) else spread_tiles(x))
+        return gguf.layout(name, x, kind)
+    return writer.layout(name, x) if is_packed(x) else dense(name, x)
 
 
 def _settings(writer: ModuleType, schemes: Mapping[str, Scheme | None]) -> dict[str, object]:

@@ -364,6 +364,9 @@ def run(options: argparse.Namespace) -> list[list[int]]:
     began = time.perf_counter()
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     mesh = _mesh(options.mesh)
+    # A scan copies the cache of each layer for every token.
+    short = not options.chat and max(options.context or 0, options.tokens or 0) <= SHORT
+    scans = lambda checkpoint: mesh is None and short and layers_are_alike(checkpoint, packed=options.format is None)
     given = list(options.prompts)
     if options.random:
         given = [options.model, *given] if options.model else ["1"]
@@ -373,10 +376,7 @@ def run(options: argparse.Namespace) -> list[list[int]]:
         raise ValueError("MODEL must be a folder or a .gguf file. Got none. Or set `--random tiny`.")
     else:
         checkpoint = eqq.io.open(options.model)
-        # A scan copies the cache of each layer for every token.
-        short = not options.chat and max(options.context or 0, options.tokens or 0) <= SHORT
-        alike = mesh is None and short and layers_are_alike(checkpoint, packed=options.format is None)
-        stacked = alike if options.scan is None else options.scan
+        stacked = scans(checkpoint) if options.scan is None else options.scan
         model, stop = load(checkpoint, options.dtype, stacked=stacked), stop_tokens(checkpoint)
         text = Text() if options.ids else open_text(checkpoint, model.config.vocabulary, options.tokenizer)
     draft = None
@@ -388,7 +388,7 @@ def run(options: argparse.Namespace) -> list[list[int]]:
             draft = random_model(options.draft, options.dtype)
         else:
             small = eqq.io.open(options.draft)
-            draft = load(small, options.dtype, stacked=layers_are_alike(small, packed=options.format is None))
+            draft = load(small, options.dtype, stacked=scans(small))
         draft = joined(_quantized(draft, options))
     model = _quantized(model, options)
     # Rows of joined weights belong to different heads, so they cannot be divided by heads.

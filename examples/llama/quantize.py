@@ -130,8 +130,8 @@ def distill(q: Llama, model: Llama, windows: Int[np.ndarray, "windows length"], 
     """Trains scales and norms, so that the next token is as likely as in the float model."""
     batches = [jnp.asarray(row[None]) for row in windows]
     optimizer = optax.adam(optax.cosine_decay_schedule(RATE, passes * len(batches)))
-    options: dict[str, Any] = {"loss": "kl", "apply": compute_hidden, "head": compute_head, "progress": True}
-    return eqq.distill(q, model, batches, optimizer=optimizer, passes=passes, **options)
+    outputs = {"apply": compute_hidden, "head": compute_head}
+    return eqq.distill(q, model, batches, optimizer=optimizer, passes=passes, loss="kl", progress=True, **outputs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -184,8 +184,7 @@ def train_four_bits(folder: Path, size: Size) -> dict[str, float]:
     qat, state = rounded, optim.init(eqx.filter(rounded, eqx.is_inexact_array))
     for batch in passes * batches:
         qat, state = step(qat, state, batch)
-    options = {"loss": "kl", "apply": compute_logits, "held_out": batches[:1], "passes": passes}
-    qad = eqq.distill(rounded, model, batches[1:], **options)
+    qad = eqq.distill(rounded, model, batches[1:], loss="kl", apply=compute_logits, held_out=batches[:1], passes=passes)
     found = {}
     for name, trained in {"rounding": rounded, "QAT": qat, "QAD": qad}.items():
         report = eqq.analysis.output_divergence(model, eqq.finalize(trained), held_out, apply=compute_logits)

@@ -1,13 +1,9 @@
 """Reads checkpoints of ModelOpt (NVIDIA): layouts of `scaled_tensors.py`."""
 
-from .._files import Files
+import functools as ft
+
 from . import scaled_tensors
-from ._settings import find_settings
 
 
 NAME = "modelopt"
-items = scaled_tensors.items
-
-
-def recognizes(files: Files) -> bool:
-    return find_settings(files).get("quant_method") == NAME and scaled_tensors.recognizes(files)
+items, recognizes = scaled_tensors.items, ft.partial(scaled_tensors.recognizes, method=NAME)

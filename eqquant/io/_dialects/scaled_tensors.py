@@ -69,8 +69,9 @@ class _Settings(NamedTuple):
     tile: tuple[int, int] | None
 
 
-def recognizes(files: Files) -> bool:
-    return bool(_groups(files))
+def recognizes(files: Files, method: str | None = None) -> bool:
+    """Returns whether files have such weights, of this `quant_method` if given."""
+    return method in (None, find_settings(files).get("quant_method")) and bool(_groups(files))
 
 
 def items(files: Files) -> dict[str, Item]:

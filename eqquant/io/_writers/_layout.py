@@ -1,6 +1,6 @@
 """The layout of one array in a file of another library."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import jax
@@ -45,6 +45,16 @@ def dense(name: str, x: AnyArray, dtypes: Mapping[str, str] = NAME_OF) -> Writte
 def layers_of_weights(names: Sequence[str]) -> list[str]:
     """Returns the layers of those arrays that are weights."""
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+
+
+def common_scheme(schemes: Mapping[str, Scheme], what: str, *, free: Collection[str] = ()) -> Scheme:
+    """Returns the settings of all weights. Raises unless they agree, apart from `free` ones."""
+    bound = lambda scheme: {key: value for key, value in scheme.items() if key not in free}
+    (first, scheme), *others = schemes.items()
+    for name, other in others:
+        if bound(other) != bound(scheme):
+            raise ValueError(f"{what} everywhere. Got {scheme} for {first!r}, {other} for {name!r}.")
+    return scheme
 
 
 def as_tensor(name: str, x: np.ndarray) -> NewTensor:

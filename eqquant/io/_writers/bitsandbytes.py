@@ -25,6 +25,7 @@ from ._layout import as_tensor, finite_scales, layers_of_weights, pack_rows, ref
 
 
 NAME = "bitsandbytes"
+HOLDS_TILES = False
 FITS = (
     "NF4, or a `Codebook` of the values of FP4, with whole blocks in each row, or with all axes quantized as one; or "
     "Int8() of two dimensions"

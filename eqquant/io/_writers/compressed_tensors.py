@@ -26,6 +26,7 @@ from ._layout import as_tensor, finite_scales, narrow, pack_rows, refuse, Scheme
 
 
 NAME = "compressed-tensors"
+HOLDS_TILES = True
 FITS = (
     "Int2 to Int6, Int8, FP8('e4m3'), MXFP4 or NVFP4, of two dimensions along the last axis, which must consist of "
     "whole blocks (the last tiles may be cut), under a name that ends with '.weight'"

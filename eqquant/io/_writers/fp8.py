@@ -14,10 +14,20 @@ import numpy as np
 from ..._array.array import QuantizedArray
 from ..._formats import FP8
 from .._tensors import NewTensor
-from ._layout import as_tensor, finite_scales, layers_of_weights, refuse, Scheme, unpack_rows, WrittenArray
+from ._layout import (
+    as_tensor,
+    common_scheme,
+    finite_scales,
+    layers_of_weights,
+    refuse,
+    Scheme,
+    unpack_rows,
+    WrittenArray,
+)
 
 
 NAME = "fp8"
+HOLDS_TILES = True
 FITS = (
     "FP8('e4m3', (128, 128)) or other tiles, of two dimensions along the last axis, under a name that ends with "
     "'.weight'"
@@ -36,11 +46,6 @@ def layout(name: str, q: QuantizedArray) -> WrittenArray:
 
 def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
     """Returns the settings for `config.json`."""
-    (first, scheme), *others = schemes.items()
-    for name, other in others:
-        if other != scheme:
-            raise ValueError(
-                f"A model of fp8 must have the same tiles everywhere. Got {scheme} for {first!r}, {other} for {name!r}."
-            )
+    scheme = common_scheme(schemes, "A model of fp8 must have the same tiles")
     about = {"quant_method": NAME, "activation_scheme": "dynamic", "fmt": "e4m3"}
     return {"quantization_config": {**about, **scheme, "modules_to_not_convert": layers_of_weights(plain)}}

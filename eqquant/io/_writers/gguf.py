@@ -22,6 +22,7 @@ from ._layout import dense, finite_scales, refuse, row_parts, unpack_rows, Writt
 
 
 NAME = "gguf"
+HOLDS_TILES = False
 FITS = (
     "Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL or MXFP4 along the last axis, whose length must be a multiple of 32; Q2_0 or "
     "NVFP4, of 64, the latter without a scale for the tensor; Q1_0, of 128; Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, TQ2_0 or "

@@ -15,10 +15,11 @@ from ..._formats import Int2, Int3, Int4, Int8
 from ..._wrappers.permuted import PermutedArray
 from .._bits import pack_words
 from .._tensors import NewTensor
-from ._layout import as_tensor, finite_scales, narrow, pack_rows, refuse, Scheme, WrittenArray
+from ._layout import as_tensor, common_scheme, finite_scales, narrow, pack_rows, refuse, Scheme, WrittenArray
 
 
 NAME = "gptq"
+HOLDS_TILES = False
 FITS = (
     "Int2, Int3, Int4 or Int8, of two dimensions along the last axis, which must consist of whole blocks; both lengths "
     "must fill whole words of 32 bits, and the name must end with '.weight'"
@@ -55,14 +56,8 @@ def layout(name: str, x: QuantizedArray | PermutedArray) -> WrittenArray:
 
 def settings(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, object]:
     """Returns the settings for `config.json`."""
-    (first, scheme), *others = schemes.items()
-    common = lambda scheme: {key: value for key, value in scheme.items() if key != "desc_act"}
-    for name, other in others:
-        if common(other) != common(scheme):
-            raise ValueError(
-                f"A model of GPTQ must have the same bits, block size and symmetry everywhere. Got {scheme} for "
-                f"{first!r}, {other} for {name!r}."
-            )
+    what = "A model of GPTQ must have the same bits, block size and symmetry"
+    scheme = common_scheme(schemes, what, free=("desc_act",))
     about = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "lm_head": False}
     permuted = any(scheme["desc_act"] for scheme in schemes.values())
     return {"quantization_config": {**about, **scheme, "desc_act": permuted}}

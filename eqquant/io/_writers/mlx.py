@@ -17,6 +17,7 @@ from ._layout import as_tensor, finite_scales, pack_rows, refuse, Scheme, unpack
 
 
 NAME = "mlx"
+HOLDS_TILES = False
 FITS = (
     "MLX in blocks of 32, 64 or 128, MXFP4, MXFP8('e4m3'), or NVFP4 without a scale for the tensor, of two dimensions "
     "or more along the last axis, which must consist of whole blocks, under a name that ends with '.weight'"

@@ -19,6 +19,7 @@ from ._layout import as_tensor, finite_scales, layers_of_weights, pack_rows, ref
 
 
 NAME = "modelopt"
+HOLDS_TILES = False
 FITS = (
     "NVFP4 or FP8('e4m3', 'tensor'), of two dimensions or more along the last axis, which must consist of whole "
     "blocks, with one scale for each matrix, under a name that ends with '.weight'"

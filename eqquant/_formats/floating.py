@@ -8,6 +8,7 @@ from jaxtyping import Array, Float32, UInt8
 
 from .._numerics.blocks import absmax, BlockSize
 from .._numerics.minifloats import E4M3, E5M2, Minifloat, UE4M4
+from .._numerics.rounding import divide_as_c
 from .base import AbstractFormat, Blocks, Scales
 
 
@@ -71,4 +72,4 @@ class FP8(AbstractMinifloat):
         return _KINDS[self.kind]
 
     def choose_scale(self, blocks: Blocks) -> Scales:
-        return absmax(blocks) / self.element.max
+        return divide_as_c(absmax(blocks), self.element.max)

@@ -12,7 +12,7 @@ def round_half_away(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.copysign(below + (magnitude - below >= 0.5).astype(x.dtype), x)
 
 
-def divide_as_c(x: Float32[Array, "*shape"], by: int) -> Float32[Array, "*shape"]:
+def divide_as_c(x: Float32[Array, "*shape"], by: int | float) -> Float32[Array, "*shape"]:
     """Returns the quotient, correctly rounded.
 
     By a constant, XLA multiplies with the reciprocal instead.

@@ -2,7 +2,7 @@
 
 python train.py FOLDER                   # config.json, model.safetensors and tokenizer.json: some minutes on two cores
 python generate.py FOLDER "A function is"
-python train.py FOLDER --four-bits       # goes on in four bits: rounding, QAT and QAD, and how far each is from floats
+python train.py FOLDER --four-bits       # goes on in four bits, by QAT and QAD: how far from floats, beside rounding
 
 A run that was stopped goes on where it was: the state of training is in FOLDER/training.safetensors. The last tenth of
 the text is held out. The measure is bits per byte, the size of that text if the model compressed it.
@@ -163,33 +163,42 @@ def train(folder: Path, size: Size, seconds: float = float("inf")) -> float | No
 
 
 def train_four_bits(folder: Path, size: Size) -> dict[str, float]:
-    """Rounds the model of a folder to MXFP4, with activations in MXFP8, and trains it: by the text, or by the floats.
+    """Trains the model of a folder in MXFP4, with activations in MXFP8: on the text (QAT), or on its floats (QAD).
 
-    Prints and returns the divergence of the next token from the float model, in nats, over the text held out.
+    The measure is the divergence of the next token, over the text held out, from floats: for QAT, floats that were
+    trained on as much more text. Prints it, and returns how large it is beside that of rounding the same floats.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens = [np.asarray(tokenizer.encode(text).ids, np.int32) for text in texts()]
     inside, held_out = (windows(ids, size.context) for ids in tokens)
     batches = np.array_split(np.random.default_rng(0).permutation(inside), len(inside) // size.batch)
     batches, passes = [jnp.asarray(batch[: size.batch]) for batch in batches[: size.steps]], 2
-    model = load(eqq.io.open(folder))
-    rounded = eqq.quantize_tree(model, "mxfp4", activations="mxfp8", simulate=True)
     optim = optax.adam(optax.cosine_decay_schedule(1e-4, passes * len(batches)))
 
     @eqx.filter_jit
-    def step(qat: Llama, state: PyTree, batch: Array) -> tuple[Llama, PyTree]:
-        updates, state = optim.update(eqx.filter_grad(loss)(qat, batch), state)
-        return eqx.apply_updates(qat, updates), state
+    def step(model: Llama, state: PyTree, batch: Array) -> tuple[Llama, PyTree]:
+        updates, state = optim.update(eqx.filter_grad(loss)(model, batch), state)
+        return eqx.apply_updates(model, updates), state
 
-    qat, state = rounded, optim.init(eqx.filter(rounded, eqx.is_inexact_array))
-    for batch in passes * batches:
-        qat, state = step(qat, state, batch)
-    qad = eqq.distill(rounded, model, batches[1:], loss="kl", apply=compute_logits, held_out=batches[:1], passes=passes)
+    def train_on(model: Llama) -> Llama:
+        state = optim.init(eqx.filter(model, eqx.is_inexact_array))
+        for batch in passes * batches:
+            model, state = step(model, state, batch)
+        return model
+
+    simulate = lambda model: eqq.quantize_tree(model, "mxfp4", activations="mxfp8", simulate=True)
+    model = load(eqq.io.open(folder))
+    qad = eqq.distill(
+        simulate(model), model, batches[1:], loss="kl", apply=compute_logits, held_out=batches[:1], passes=3 * passes
+    )
     found = {}
-    for name, trained in {"rounding": rounded, "QAT": qat, "QAD": qad}.items():
-        report = eqq.analysis.output_divergence(model, eqq.finalize(trained), held_out, apply=compute_logits)
-        found[name], error = report.kl, report.kls.std() / report.outputs**0.5
-        print(f"{name}: {report.kl:.4f} ± {error:.4f} nats, {report.kl / found['rounding']:.2f} of rounding")
+    for name, floats, trained in (("QAT", train_on(model), train_on(simulate(model))), ("QAD", model, qad)):
+        rounding, report = (
+            eqq.analysis.output_divergence(floats, eqq.finalize(q), held_out, apply=compute_logits)
+            for q in (simulate(floats), trained)
+        )
+        found[name], error = report.kl / rounding.kl, report.kls.std() / report.outputs**0.5
+        print(f"{name}: {report.kl:.4f} ± {error:.4f} nats, {found[name]:.2f} of rounding ({rounding.kl:.4f})")
     return found
 
 

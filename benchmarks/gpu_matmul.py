@@ -35,6 +35,7 @@ from rich.table import Table
 from timing import time_in_turns
 
 import eqquant as eqq
+from eqquant import _compat
 from eqquant._matmul import dispatch
 from eqquant._matmul.kernels.triton import product as pallas_gpu
 from eqquant._matmul.problem import MatmulProblem, TargetDevice
@@ -126,7 +127,7 @@ def relative_error(y: Any, x: Any, dense: np.ndarray, transpose: bool) -> float:
 
 def this_device() -> TargetDevice:
     device = jax.devices()[0]
-    return TargetDevice("cuda", device.device_kind, float(getattr(device, "compute_capability", 9.0)))
+    return TargetDevice("cuda", device.device_kind, _compat.compute_capability(device))
 
 
 def is_taken(kernel: str, m: int, n: int, k: int, dtype: Any, format: Any, transpose: bool = False) -> bool:

@@ -358,7 +358,7 @@ def prompts_table(path: Path, length: int, llama_bench: str | None, rounds: int,
 
 
 def _steps(model: Llama, context: int, steps: int, calls: int, options: Mapping[str, Any]) -> Callable[[], Array]:
-    """Returns a function that computes some more tokens, after so many in the cache, and can be called so often."""
+    """Returns a function whose calls compute some more tokens, after those of a context in the cache."""
     config = model.config
     cache = Cache.empty(config, 1, context + steps * calls, **options)
     keys, values = jr.normal(jr.key(0), (2, 1, config.kv_heads, context, config.head_size))

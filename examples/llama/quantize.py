@@ -130,8 +130,17 @@ def distill(q: Llama, model: Llama, windows: Int[np.ndarray, "windows length"], 
     """Trains scales and norms, so that the next token is as likely as in the float model."""
     batches = [jnp.asarray(row[None]) for row in windows]
     optimizer = optax.adam(optax.cosine_decay_schedule(RATE, passes * len(batches)))
-    outputs = {"apply": compute_hidden, "head": compute_head}
-    return eqq.distill(q, model, batches, optimizer=optimizer, passes=passes, loss="kl", progress=True, **outputs)
+    return eqq.distill(
+        q,
+        model,
+        batches,
+        loss="kl",
+        apply=compute_hidden,
+        head=compute_head,
+        optimizer=optimizer,
+        passes=passes,
+        progress=True,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

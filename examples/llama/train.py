@@ -162,11 +162,11 @@ def train(folder: Path, size: Size, seconds: float = float("inf")) -> float | No
     return bits
 
 
-def train_four_bits(folder: Path, size: Size) -> dict[str, float]:
+def train_four_bits(folder: Path, size: Size) -> None:
     """Trains the model of a folder in MXFP4, with activations in MXFP8: on the text (QAT), or on its floats (QAD).
 
-    The measure is the divergence of the next token, over the text held out, from floats: for QAT, floats that were
-    trained on as much more text. Prints it, and returns how large it is beside that of rounding the same floats.
+    Prints the divergence of the next token from floats, over the text held out, and how large it is beside that of
+    rounding these floats. For QAT they are floats that were trained for as many more steps.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens = [np.asarray(tokenizer.encode(text).ids, np.int32) for text in texts()]
@@ -191,15 +191,13 @@ def train_four_bits(folder: Path, size: Size) -> dict[str, float]:
     qad = eqq.distill(
         simulate(model), model, batches[1:], loss="kl", apply=compute_logits, held_out=batches[:1], passes=3 * passes
     )
-    found = {}
     for name, floats, trained in (("QAT", train_on(model), train_on(simulate(model))), ("QAD", model, qad)):
         rounding, report = (
             eqq.analysis.output_divergence(floats, eqq.finalize(q), held_out, apply=compute_logits)
             for q in (simulate(floats), trained)
         )
-        found[name], error = report.kl / rounding.kl, report.kls.std() / report.outputs**0.5
-        print(f"{name}: {report.kl:.4f} ± {error:.4f} nats, {found[name]:.2f} of rounding ({rounding.kl:.4f})")
-    return found
+        share, error = report.kl / rounding.kl, report.kls.std() / report.outputs**0.5
+        print(f"{name}: {report.kl:.4f} ± {error:.4f} nats, {share:.2f} of rounding ({rounding.kl:.4f})")
 
 
 def bits_per_byte(model: Llama, tokenizer: Tokenizer, text: str, context: int, at_once: int = 8) -> float:
